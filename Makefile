@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test test-all lint format bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "stepgraph needs Python 3.10 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,lint]' -c constraints.txt
+	touch $@
+
+demo: $(STAMP)  ## train a small GPT on real text, verified against eager, in about two minutes
+	$(BIN)/python examples/train_gpt.py
+
+test: $(STAMP)  ## the tests, under 15 minutes on two cores
+	$(PYTEST) -m 'not slow'
+
+test-all: $(STAMP)  ## every test, the slow ones included
+	$(PYTEST)
+
+lint: $(STAMP)  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the sources as `make lint` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## the runtime's own time per call
+	$(BIN)/python benchmarks/call_overhead.py
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) *.egg-info build dist runs .pytest_cache .mypy_cache .ruff_cache

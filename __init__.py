@@ -1,0 +1,14 @@
+"""stepgraph: a compiler for PyTorch training steps."""
+
+from .api import TrainStep as TrainStep
+from .api import compile_train_step as compile_train_step
+from .errors import CaptureError as CaptureError
+from .errors import ConfigError as ConfigError
+from .errors import GuardError as GuardError
+from .errors import NonFiniteError as NonFiniteError
+from .errors import NotYetError as NotYetError
+from .errors import StepGraphError as StepGraphError
+from .errors import StepGraphWarning as StepGraphWarning
+from .errors import VerificationError as VerificationError
+from .runtime import StepResult as StepResult
+from .runtime import VerifyReport as VerifyReport

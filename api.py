@@ -1,0 +1,313 @@
+"""``compile_train_step`` and ``TrainStep``: wires capture, passes and runtime together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Hashable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture import (
+    FlatBatch,
+    LossCall,
+    batch_signature,
+    capture_forward_backward,
+    check_model,
+    check_optimizer,
+    flat_leaves,
+    flatten_batch,
+    tensors_of,
+    varying_leaves,
+)
+from .errors import ConfigError, NonFiniteError, NotYetError, StepGraphWarning
+from .graph import OutputRole, StepGraph
+from .runtime import (
+    CompiledBatch,
+    ModelGuard,
+    StepOptions,
+    StepResult,
+    Variant,
+    VerifyReport,
+    describe_nonfinite,
+    verify_step,
+)
+from .torch_compat import pytree
+
+logger = logging.getLogger("stepgraph")
+
+CAPTURES_BEFORE_WARNING = 8
+
+
+def compile_train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: str | PathLike[str] = "auto",
+    *,
+    loss_fn: Callable[[nn.Module, Any], Any] | None = None,
+    criterion: Callable[[Any, Any], Any] | None = None,
+    precision: str = "fp32",
+    master_weights: bool = True,
+    loss_scale: float | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    clip_value: float | None = None,
+    nonfinite: str = "skip",
+    accumulate: int = 1,
+    memory_budget: int | str | None = None,
+    mesh: Any = None,
+    reduce_dtype: torch.dtype | None = None,
+    numerics: str = "exact",
+    lowering: str = "auto",
+    verify: str = "off",
+    log: Any = None,
+) -> TrainStep:
+    """Compiles one training step of ``model`` with ``optimizer``: forward, loss, backward, norm, clip and update.
+
+    Nothing is traced before the first call, or before :meth:`TrainStep.prepare`. The model and the optimizer stay the
+    user's: the step updates their own tensors in place.
+
+    Args:
+        model: any module whose parameters are on one device.
+        optimizer: built from the model's parameters. Its hyperparameters are read at every step.
+        plan: ``"none"`` changes nothing but what the arguments ask for. ``"auto"`` means ``"none"`` until there is a
+            planner; the report says so.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar loss, or a pair of it and a pytree ``aux``.
+        criterion: ``criterion(model(inputs), targets)`` for batches ``(inputs, targets)``; exclusive with ``loss_fn``.
+            With neither, a mapping is passed as ``model(**batch)``, a tuple or list as ``model(*batch)``, anything else as
+            ``model(batch)``, and the output is the loss, or has it as ``.loss`` or ``["loss"]``.
+        max_norm: clips the L2 norm of all gradients to this; None or 0 is off.
+        nonfinite: what a non-finite loss or gradient does: ``"skip"`` leaves parameters and optimizer state bit-unchanged,
+            ``"raise"`` does too and raises :class:`NonFiniteError`, ``"ignore"`` updates as eager would.
+        verify: ``"first"`` runs eager beside the graph at the first step and warns where any bit differs.
+
+    The other arguments belong to the contract and are not implemented yet: away from their defaults they raise.
+
+    Raises:
+        ConfigError: an argument, or model and optimizer, cannot work.
+        NotYetError: an argument asks for what this version does not do.
+        CaptureError: the model has something that cannot be traced.
+    """
+    _check_choice("precision", precision, ("fp32", "bf16", "fp16"))
+    _check_choice("nonfinite", nonfinite, ("skip", "raise", "ignore"))
+    _check_choice("numerics", numerics, ("exact", "fast"))
+    _check_choice("lowering", lowering, ("auto", "eager", "inductor"))
+    _check_choice("verify", verify, ("off", "first"))
+    _refuse_unimplemented(
+        plan=(plan, plan in ("auto", "none")),
+        precision=(precision, precision == "fp32"),
+        master_weights=(master_weights, master_weights is True),
+        loss_scale=(loss_scale, loss_scale is None),
+        norm_type=(norm_type, norm_type == 2.0),
+        error_if_nonfinite=(error_if_nonfinite, error_if_nonfinite is False),
+        clip_value=(clip_value, not clip_value),
+        accumulate=(accumulate, accumulate == 1),
+        memory_budget=(memory_budget, memory_budget is None),
+        mesh=(mesh, mesh is None),
+        reduce_dtype=(reduce_dtype, reduce_dtype is None),
+        numerics=(numerics, numerics == "exact"),
+        lowering=(lowering, lowering in ("auto", "eager")),
+        log=(log, log is None),
+    )
+    if max_norm is not None and not (max_norm >= 0 and math.isfinite(max_norm)):
+        raise ConfigError(f"max_norm must be a finite number >= 0 (0 or None: off), got {max_norm}")
+    options = StepOptions(max_norm=float(max_norm) if max_norm else None, nonfinite=nonfinite)
+    call = LossCall(loss_fn, criterion)
+    return TrainStep(model, optimizer, call, options, plan=str(plan), verify_first=verify == "first")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _refuse_unimplemented(**arguments: tuple[Any, bool]) -> None:
+    for name, (value, is_implemented) in arguments.items():
+        if not is_implemented:
+            raise NotYetError(f"{name}={value!r} is not implemented yet; leave {name} at its default in this version.")
+
+
+class TrainStep:
+    """A compiled training step; made by :func:`compile_train_step`.
+
+    Attributes:
+        model: the user's module.
+        optimizer: the user's optimizer.
+        captures: how many times forward and backward were captured.
+        update_traces: how many times the optimizer's update was traced.
+        last_verification: the report of ``verify="first"``, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        call: LossCall,
+        options: StepOptions,
+        *,
+        plan: str,
+        verify_first: bool,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}")
+        self._tensors = tensors_of(model)
+        self._device = check_model(model, self._tensors)
+        check_optimizer(optimizer, self._tensors)
+        self.model = model
+        self.optimizer = optimizer
+        self.last_verification: VerifyReport | None = None
+        self._call = call
+        self._options = options
+        self._plan = plan
+        self._verify_first = verify_first
+        self._guard = ModelGuard(model, self._tensors)
+        self._cache: dict[Hashable, CompiledBatch] = {}
+        self._current: tuple[CompiledBatch, Variant] | None = None
+        self._calls = 0
+        self._last_norm: Tensor | None = None
+
+    def __call__(self, batch: Any, weight: float | None = None) -> StepResult:
+        """Runs one training step on ``batch``.
+
+        Raises:
+            CaptureError: the first time that a batch of this kind is seen and cannot be traced; nothing was changed.
+            GuardError: a parameter was replaced after compilation; nothing was changed.
+            NonFiniteError: under ``nonfinite="raise"``; nothing was updated.
+        """
+        if weight is not None:
+            raise NotYetError("weight= belongs to accumulation, which is not implemented yet; leave it out.")
+        if self._verify_first and self._calls == 0:
+            self._report_verification(self.verify(batch))
+        compiled, variant, leaves = self._compiled_for(batch)
+        outputs = variant.executor(variant.binding.inputs([leaves[i] for i in compiled.batch_positions]))
+        del leaves
+        self._calls += 1
+        return self._finish(compiled, variant, outputs)
+
+    def prepare(self, batch: Any) -> StepGraph:
+        """Captures and rewrites for batches like ``batch``, which may hold real, fake or meta tensors; runs nothing.
+
+        Returns the graph that a call with such a batch would run.
+        """
+        return self._compiled_for(batch)[1].graph
+
+    @property
+    def graph(self) -> StepGraph:
+        """The rewritten graph that ran last, or was prepared last."""
+        if self._current is None:
+            raise ConfigError("nothing was captured yet: call the step, or step.prepare(batch), first")
+        return self._current[1].graph
+
+    @property
+    def captures(self) -> int:
+        """How many times forward and backward were captured."""
+        return len(self._cache)
+
+    @property
+    def update_traces(self) -> int:
+        """How many times the optimizer's update was traced."""
+        return sum(len(compiled.variants) for compiled in self._cache.values())
+
+    def grad_norm(self) -> Tensor | None:
+        """The last pre-clip norm of all gradients, 0-dim; None before the first step."""
+        return self._last_norm
+
+    def verify(self, batch: Any) -> VerifyReport:
+        """Runs eager beside the graph on copies and says whether every bit agrees.
+
+        Compares the loss, aux, the gradient norm, every parameter, buffer and optimizer state entry, and the random
+        streams. Where they differ, names the first node whose value differs by its logical key. Changes nothing; needs
+        memory for two copies of model and optimizer.
+        """
+        compiled, variant, _ = self._compiled_for(batch)
+        return verify_step(self.model, self.optimizer, self._call, compiled, variant, batch, self._options.max_norm)
+
+    def report(self) -> str:
+        """What was captured, what the passes did, and what the user should know."""
+        lines = [f"plan: {self._plan}" + (" (= none: there is no planner yet)" if self._plan == "auto" else "")]
+        lines.append(f"captures: {self.captures}, update traces: {self.update_traces}, steps: {self._calls}")
+        for number, compiled in enumerate(self._cache.values()):
+            variant = compiled.variants[0]
+            counts = ", ".join(f"{n} {phase}" for phase, n in variant.graph.op_counts_by_phase().items())
+            lines.append(f"capture {number}: {counts} operators")
+            lines += [f"  pass {record}" for record in variant.records]
+            guards = ", ".join(map(str, variant.update.guards))
+            lines.append(f"  update holds while {guards}" if guards else "  update holds for all hyperparameters")
+            lines += [f"  note: {note}" for note in compiled.step.notes]
+        if self.last_verification is not None:
+            lines.append(f"first step: {self.last_verification}")
+        return "\n".join(lines)
+
+    def _compiled_for(self, batch: Any) -> tuple[CompiledBatch, Variant, list[Any]]:
+        self._guard.check()
+        leaves, spec = flat_leaves(batch)
+        signature = (batch_signature(leaves, spec, self._device), self._guard.signature())
+        compiled = self._cache.get(signature)
+        if compiled is None:
+            compiled = self._capture(FlatBatch(leaves, spec, flatten_batch(batch).paths), signature)
+        variant = compiled.variant()
+        self._current = (compiled, variant)
+        return compiled, variant, leaves
+
+    def _capture(self, batch: FlatBatch, signature: Hashable) -> CompiledBatch:
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        step = capture_forward_backward(self.model, self._tensors, trained, self._call, batch)
+        positions = [i for i, leaf in enumerate(batch.leaves) if isinstance(leaf, Tensor)]
+        compiled = CompiledBatch(step, positions, self._tensors, self.optimizer, self._options)
+        compiled.variant()
+        self._cache[signature] = compiled
+        if len(self._cache) == CAPTURES_BEFORE_WARNING:
+            varying = varying_leaves(batch.paths, [s[0] for s in self._cache])  # type: ignore[index]
+            warnings.warn(
+                StepGraphWarning(
+                    f"{len(self._cache)} captures so far, each for another kind of batch or state of the model. "
+                    + (f"What varies: {'; '.join(varying)}. " if varying else "")
+                    + "Pad or bucket batches to few shapes, and pass numbers that change as tensors."
+                ),
+                stacklevel=4,
+            )
+        return compiled
+
+    def _finish(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> StepResult:
+        code = variant.first(OutputRole.NONFINITE, outputs)
+        reason, parameter = None, None
+        if code is not None and (number := int(code)):
+            reason, parameter = describe_nonfinite(number, compiled.step.grad_keys)
+        variant.binding.store_created_state(outputs)
+        norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
+        if reason is None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+        elif self._options.nonfinite == "raise":
+            raise NonFiniteError(
+                f"step {self._calls}: {reason}. Parameters and optimizer state are unchanged.", parameter
+            )
+        return StepResult(
+            loss=variant.first(OutputRole.LOSS, outputs),
+            aux=self._aux(compiled, variant, outputs),
+            grad_norm=norm,
+            clip_factor=variant.first(OutputRole.CLIP_FACTOR, outputs),
+            skipped=reason is not None,
+            skip_reason=reason,
+            applied=reason is None,
+            step=self._calls,
+        )
+
+    def _aux(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> Any:
+        if compiled.step.aux_spec is None:
+            return None
+        leaves = [outputs[i] for i in variant.outputs[OutputRole.AUX]]
+        for position, value in sorted(compiled.step.aux_constants.items()):
+            leaves.insert(position, value)
+        return pytree.tree_unflatten(leaves, compiled.step.aux_spec)
+
+    def _report_verification(self, report: VerifyReport) -> None:
+        self.last_verification = report
+        if report.equal:
+            logger.info("first step: %s", report)
+        else:
+            warnings.warn(StepGraphWarning(f"first step: {report}"), stacklevel=3)

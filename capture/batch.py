@@ -1,0 +1,164 @@
+"""How a batch reaches the model, and what of it a capture depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CaptureError, ConfigError
+from ..torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """How to get the loss from a model and a batch.
+
+    ``loss_fn(model, batch)``, or ``criterion(model(inputs), targets)`` for ``batch = (inputs, targets)``, or neither:
+    the model is called with the batch and its output is, or carries, the loss.
+    """
+
+    loss_fn: Callable[[nn.Module, Any], Any] | None = None
+    criterion: Callable[[Any, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_fn is not None and self.criterion is not None:
+            raise ConfigError(
+                "loss_fn and criterion were both given. They are two ways to say the same thing: pass loss_fn(model, "
+                "batch) or criterion(model(inputs), targets), not both."
+            )
+        for name, value in (("loss_fn", self.loss_fn), ("criterion", self.criterion)):
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name} must be callable, got {type(value).__name__}")
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Runs the model; returns the loss and the auxiliary output (None where there is none)."""
+        if self.loss_fn is not None:
+            out = self.loss_fn(model, batch)
+            if isinstance(out, tuple):
+                if len(out) != 2:
+                    raise CaptureError(
+                        f"loss_fn returned a tuple of {len(out)}; expected the loss, or (loss, aux).",
+                        remedy="return the loss, or a pair of the loss and a pytree of tensors",
+                    )
+                return out
+            return out, None
+        if self.criterion is not None:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                raise CaptureError(
+                    f"with criterion=, a batch is (inputs, targets), got {_describe(batch)}.",
+                    remedy="pass pairs, or use loss_fn=lambda model, batch: ...",
+                )
+            inputs, targets = batch
+            return self.criterion(model(inputs), targets), None
+        return _loss_in(_call_model(model, batch)), None
+
+
+def _call_model(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def _loss_in(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise CaptureError(
+            f"the model's output ({_describe(output)}) is not a tensor and carries no loss.",
+            module_path="",
+            remedy="pass loss_fn=lambda model, batch: ..., or make the model return a scalar loss, an object with .loss, "
+            'or a dict with "loss" (Hugging Face models need labels in the batch)',
+        )
+    return loss
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with keys {sorted(map(str, value))}"
+    return type(value).__name__
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """A batch as a flat list of leaves.
+
+    Attributes:
+        leaves: tensors and constants, in pytree order.
+        spec: what puts them back together.
+        paths: the pytree path of each leaf, such as ``input_ids`` or ``0``.
+    """
+
+    leaves: list[Any]
+    spec: Any
+    paths: list[str]
+
+
+def flatten_batch(batch: Any) -> FlatBatch:
+    """Flattens ``batch``. A mapping that is no registered pytree (HF's ``BatchEncoding``) is taken as a dict."""
+    with_paths, spec = pytree.tree_flatten_with_path(_plain(batch))
+    paths = [_path_name(path) for path, _ in with_paths]
+    return FlatBatch([leaf for _, leaf in with_paths], spec, paths)
+
+
+def flat_leaves(batch: Any) -> tuple[list[Any], Any]:
+    """Leaves and spec alone: the part of :func:`flatten_batch` that every call pays for."""
+    return pytree.tree_flatten(_plain(batch))
+
+
+def _plain(batch: Any) -> Any:
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        return dict(batch)
+    return batch
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    names = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry)))) for entry in path]
+    return ".".join(names) or "batch"
+
+
+def batch_signature(leaves: list[Any], spec: Any, device: torch.device) -> Hashable:
+    """What a capture bakes in of a batch: structure, tensor metadata, and the value of everything else.
+
+    A meta tensor, as ``prepare`` may be given, stands for one on ``device``.
+    """
+    return (spec, tuple([_leaf_signature(leaf, device) for leaf in leaves]))
+
+
+def _leaf_signature(leaf: Any, device: torch.device) -> Hashable:
+    if isinstance(leaf, Tensor):
+        strides = None if leaf.is_contiguous() else leaf.stride()
+        return (leaf.shape, leaf.dtype, device if leaf.is_meta else leaf.device, strides, leaf.requires_grad)
+    if isinstance(leaf, Hashable):
+        return (type(leaf), leaf)
+    raise ConfigError(
+        f"the batch holds a {type(leaf).__name__}, which is neither a tensor nor hashable, so a later batch cannot be "
+        "compared with it. Put tensors, numbers or strings into the batch."
+    )
+
+
+def varying_leaves(paths: list[str], signatures: list[Hashable]) -> list[str]:
+    """Which leaves differ between signatures of equal structure, as ``path: what varies``."""
+    per_leaf = list(zip(*[signature[1] for signature in signatures], strict=False))  # type: ignore[index]
+    found = []
+    for path, seen in zip(paths, per_leaf, strict=False):
+        distinct = list(dict.fromkeys(seen))
+        if len(distinct) > 1:
+            found.append(f"{path}: " + ", ".join(_describe_signature(s) for s in distinct[:6]))
+    return found
+
+
+def _describe_signature(signature: Any) -> str:
+    if isinstance(signature[0], torch.Size):
+        return f"{str(signature[1]).removeprefix('torch.')}{list(signature[0])}"
+    return repr(signature[1])

@@ -1,0 +1,76 @@
+"""Turning what goes wrong inside a trace into a :class:`CaptureError` that says where and what to do."""
+
+from __future__ import annotations
+
+import traceback
+
+from ..errors import CaptureError, StepGraphError
+from ..torch_compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedFakeTensorException,
+)
+from .context import TraceContext, is_internal_file
+
+_DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode, DynamicOutputShapeException)
+
+
+def capture_error(error: Exception, context: TraceContext, during: str) -> StepGraphError:
+    """The error to raise instead of ``error``, which came out of a trace."""
+    line = _user_line(error)
+    module = context.failed_module if context.failed_module is not None else context.module_path
+    if isinstance(error, CaptureError):
+        if error.module_path is None or error.source_line is None:
+            return CaptureError(
+                str(error.args[0]).split("\n")[0],
+                module_path=error.module_path if error.module_path is not None else module,
+                source_line=error.source_line or line,
+                remedy=error.remedy,
+            )
+        return error
+    if isinstance(error, StepGraphError):
+        return error
+    if _is_data_dependent(error):
+        return CaptureError(
+            f"{during} branches on, or takes a shape from, the value of a tensor, which one graph cannot follow: "
+            f"{_first_line(error)}",
+            module_path=module,
+            source_line=line,
+            remedy="express the choice with torch.where or a mask; take numbers from the batch as Python values, which are "
+            "guarded; or move the decision out of the step",
+        )
+    if isinstance(error, UnsupportedFakeTensorException) or "fake" in str(error).lower():
+        return CaptureError(
+            f"{during} does something that cannot be traced without real data: {_first_line(error)}",
+            module_path=module,
+            source_line=line,
+            remedy="keep tensors in parameters, buffers or attributes of modules, or in the batch, and compute with torch "
+            "operators only",
+        )
+    return CaptureError(
+        f"{during} failed: {type(error).__name__}: {_first_line(error)}",
+        module_path=module,
+        source_line=line,
+        remedy="check that the same batch works in eager; the original error is chained below",
+    )
+
+
+def _is_data_dependent(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, _DATA_DEPENDENT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _user_line(error: BaseException) -> str | None:
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not is_internal_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,311 @@
+"""Captures forward, loss and backward as one graph, without touching anything real."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..errors import CaptureError, StepGraphWarning
+from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph, family_of
+from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, invoke_tensor_hooks_of, make_fx, pytree
+from .batch import FlatBatch, LossCall
+from .context import TraceContext
+from .failures import capture_error
+from .gradients import own_gradients
+from .known_values import KnownValues, libraries_told
+from .module_tensors import HeldTensor, ModuleState, ModuleTensors, tensors_replaced
+from .regions import RegionRecorder
+
+
+@dataclass
+class CapturedStep:
+    """Forward, loss and backward of one batch signature.
+
+    Attributes:
+        graph: outputs are the loss, the tensors of aux, and one gradient for each key of ``grad_keys``.
+        grad_keys: parameters that got a gradient, in the order of ``model.named_parameters()``.
+        unused_keys: parameters that the optimizer holds and that the loss does not depend on.
+        aux_spec: pytree spec of aux.
+        aux_constants: leaves of aux that are not tensors, by position.
+        fakes: the fake parameters that the capture ran on, by key.
+        notes: what the user should know about this capture.
+    """
+
+    graph: StepGraph
+    grad_keys: list[str]
+    unused_keys: list[str]
+    aux_spec: Any = None
+    aux_constants: dict[int, Any] = field(default_factory=dict)
+    fakes: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def capture_forward_backward(
+    model: nn.Module, tensors: ModuleTensors, trained_ids: set[int], call: LossCall, batch: FlatBatch
+) -> CapturedStep:
+    """Traces ``call`` on ``model`` and ``batch`` and differentiates the loss.
+
+    Parameters, buffers, ``.grad``, Python state of modules and the random streams are as before afterwards, also when it
+    raises. ``batch`` may hold real, fake or meta tensors; no value is read.
+
+    Args:
+        trained_ids: ``id`` of every parameter to differentiate with respect to, of those that require grad.
+
+    Raises:
+        CaptureError: the model cannot be traced, or the loss is no scalar or depends on no trained parameter.
+    """
+    trace = _Trace(model, tensors, trained_ids, call, batch)
+    state = ModuleState(model)
+    try:
+        graph_module = trace.run()
+        trace.check_python_state(state)
+    except Exception as error:
+        raise capture_error(error, trace.context, "the model") from error
+    finally:
+        state.restore()
+    return trace.finish(graph_module)
+
+
+class _Trace:
+    def __init__(
+        self, model: nn.Module, tensors: ModuleTensors, trained_ids: set[int], call: LossCall, batch: FlatBatch
+    ) -> None:
+        self.model = model
+        self.tensors = tensors
+        self.call = call
+        self.batch = batch
+        self.context = TraceContext(model)
+        self.recorder = RegionRecorder(self.context, model)
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self.held = tensors.all
+        self.trained = [h for h in tensors.params if h.tensor.requires_grad and id(h.tensor) in trained_ids]
+        self.batch_tensors = [i for i, leaf in enumerate(batch.leaves) if isinstance(leaf, Tensor)]
+        self.rebound: list[HeldTensor] = []
+        self.used: list[HeldTensor] = []
+        self.aux_spec: Any = None
+        self.aux_constants: dict[int, Any] = {}
+        self.aux_count = 0
+        self.notes: list[str] = []
+        self.fakes: list[Tensor] = []
+
+    def run(self) -> fx.GraphModule:
+        self.fakes = [self._fake(h.tensor) for h in self.held] + [
+            self._fake(self.batch.leaves[i]) for i in self.batch_tensors
+        ]
+        with self.context.labelling(), self.recorder.recording(), _random_state_kept(), self.mode:
+            return make_fx(lambda flat: self._step(flat), tracing_mode="fake", _allow_non_fake_inputs=True)(self.fakes)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            tensor = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+            )
+        if tensor.device.type == "meta":
+            with self.mode:
+                return torch.empty_strided(
+                    tensor.shape,
+                    tensor.stride(),
+                    dtype=tensor.dtype,
+                    device=self.tensors.params[0].tensor.device,
+                    requires_grad=tensor.requires_grad,
+                )
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    def _step(self, flat: list[Tensor]) -> list[Any]:
+        stand_ins = dict(zip([id(h.tensor) for h in self.held], flat, strict=False))
+        leaves = list(self.batch.leaves)
+        for position, tensor in zip(self.batch_tensors, flat[len(self.held) :], strict=True):
+            leaves[position] = tensor
+        for held in self.tensors.params:
+            for hook in invoke_tensor_hooks_of(held.tensor):
+                stand_ins[id(held.tensor)].register_hook(hook)
+        known = KnownValues()
+        with (
+            tensors_replaced(self.model, stand_ins),
+            self.context.following_modules(),
+            _autocast_cache(),
+            libraries_told(known),
+            known,
+        ):
+            loss, aux = self.call(self.model, pytree.tree_unflatten(leaves, self.batch.spec))
+            self._check_loss(loss)
+            aux_leaves, self.aux_spec = pytree.tree_flatten(aux)
+            self.context.follow_backward(loss)
+            wanted = [stand_ins[id(h.tensor)] for h in self.trained]
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+            self._write_back_rebound(stand_ins)
+        self.used = [h for h, g in zip(self.trained, grads, strict=True) if g is not None]
+        self._check_gradients(grads)
+        self.aux_constants = {i: a for i, a in enumerate(aux_leaves) if not isinstance(a, Tensor)}
+        aux_tensors = [a.detach() for a in aux_leaves if isinstance(a, Tensor)]
+        self.aux_count = len(aux_tensors)
+        return [loss.detach(), *aux_tensors, *(g for g in grads if g is not None)]
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor):
+            raise CaptureError(
+                f"the loss is a {type(loss).__name__}, not a tensor.",
+                module_path="",
+                remedy="return a scalar tensor that was computed from the model's parameters",
+            )
+        if loss.numel() != 1:
+            raise CaptureError(
+                f"the loss has shape {list(loss.shape)}, not one element.",
+                module_path="",
+                remedy="reduce it with .mean() or .sum(), or pass loss_fn or criterion",
+            )
+        if not loss.requires_grad:
+            raise CaptureError(
+                "the loss does not require grad: no trained parameter took part in it.",
+                module_path="",
+                remedy="check for detach(), torch.no_grad() or item() on the way to the loss, and that the parameters "
+                "require grad",
+            )
+
+    def _check_gradients(self, grads: tuple[Tensor | None, ...]) -> None:
+        if not any(g is not None for g in grads):
+            raise CaptureError(
+                "the loss depends on none of the parameters that the optimizer holds.",
+                module_path="",
+                remedy="check which parameters the optimizer was built from, and that they require grad",
+            )
+        for held, grad in zip(self.trained, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise CaptureError(
+                    f"parameter {held.key!r} gets a sparse gradient ({grad.layout}), which is not supported.",
+                    module_path=held.key.rpartition(".")[0],
+                    remedy="use dense gradients (sparse=False)",
+                )
+
+    def _write_back_rebound(self, stand_ins: dict[int, Tensor]) -> None:
+        """A buffer that forward replaced by a new tensor (``self.n = self.n + 1``) is copied into the real one."""
+        for held in self.tensors.buffers + self.tensors.attributes:
+            now, before = held.current(), stand_ins[id(held.tensor)]
+            if now is before or not isinstance(now, Tensor):
+                continue
+            if now.shape != before.shape or now.dtype != before.dtype or now.device != before.device:
+                raise CaptureError(
+                    f"forward replaces {held.key!r} ({list(before.shape)}, {before.dtype}) by a tensor of another kind "
+                    f"({list(now.shape)}, {now.dtype}).",
+                    module_path=held.key.rpartition(".")[0],
+                    remedy="keep its shape, dtype and device, or write it in place",
+                )
+            with torch.no_grad():
+                before.copy_(now)
+            self.rebound.append(held)
+
+    def check_python_state(self, state: ModuleState) -> None:
+        """Refuses tensors that forward leaves behind in Python attributes; reports other changes."""
+        known = {name for held in self.held for name in held.names}
+        changed = []
+        for path, value in state.changed_attributes():
+            if path in known or any(name.startswith(path + ".") for name in known):
+                continue
+            if any(isinstance(v, Tensor) for v in pytree.tree_leaves(value)):
+                raise CaptureError(
+                    f"forward stores a tensor in the plain attribute {path!r}. The graph could not hand it to later steps.",
+                    module_path=path.rpartition(".")[0],
+                    remedy="register it as a buffer (register_buffer(..., persistent=False)), or return it as aux",
+                )
+            changed.append(path)
+        if changed:
+            note = (
+                f"forward changes Python state ({', '.join(changed)}); the compiled step runs with the values seen at capture "
+                "and does not change them. step.verify(batch) says whether that matters."
+            )
+            self.notes.append(note)
+            warnings.warn(StepGraphWarning(note), stacklevel=2)
+
+    def finish(self, graph_module: fx.GraphModule) -> CapturedStep:
+        graph = graph_module.graph
+        drop_profiler_marks(graph)
+        inputs = [_spec_of(h) for h in self.held]
+        inputs += [InputSpec(InputRole.BATCH, self.batch.paths[i]) for i in self.batch_tensors]
+        grad_keys = [h.key for h in self.used]
+        outputs = [OutputSpec(OutputRole.LOSS)]
+        outputs += [OutputSpec(OutputRole.AUX, str(i)) for i in range(self.aux_count)]
+        outputs += [OutputSpec(OutputRole.GRAD, key) for key in grad_keys]
+        flat_outputs = pytree.tree_leaves(graph.output_node().args[0])
+        graph.output_node().args = (flat_outputs,)
+        step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode, regions=self.recorder.regions)
+        lift_constants(step_graph, graph_module)
+        for node in step_graph.calls:
+            node.meta.setdefault("val", None)  # make_fx leaves it out where a backward formula returned no tensor
+            step_graph.assign_key(node, node.meta.pop("module"), family_of(node.target), node.meta["phase"])
+        own_gradients(step_graph)
+        step_graph.drop_unused_inputs([InputRole.BUFFER, InputRole.CONSTANT])
+        unused = [h.key for h in self.trained if h not in self.used]
+        notes = self.notes + (
+            [f"no gradient reaches {', '.join(unused)}: never updated, as in eager"] if unused else []
+        )
+        if self.recorder.regions:
+            notes.append(
+                f"{len(self.recorder.regions)} checkpointed regions were captured once; without a recompute pass their "
+                "values are kept"
+            )
+        fakes = {h.key: fake for h, fake in zip(self.tensors.params, self.fakes, strict=False)}
+        return CapturedStep(step_graph, grad_keys, unused, self.aux_spec, self.aux_constants, fakes, notes)
+
+
+def _spec_of(held: HeldTensor) -> InputSpec:
+    role = InputRole.PARAM if held.kind == "param" else InputRole.BUFFER
+    return InputSpec(role, held.key, tuple(held.names[1:]))
+
+
+def lift_constants(step_graph: StepGraph, graph_module: fx.GraphModule) -> None:
+    """Turns attribute reads (tensors that the traced code made or closed over) into inputs."""
+    by_tensor: dict[int, fx.Node] = {}
+    for node in step_graph.graph.find_nodes(op="get_attr"):
+        value = getattr(graph_module, str(node.target))
+        if not isinstance(value, Tensor):
+            raise CaptureError(
+                f"the trace holds a {type(value).__name__}, which is not supported", remedy="use tensors"
+            )
+        if id(value) not in by_tensor:
+            key = f"constant.{len(step_graph.constants)}"
+            step_graph.constants[key] = value
+            name = key.replace(".", "_")
+            by_tensor[id(value)] = step_graph.add_input(InputSpec(InputRole.CONSTANT, key), node.meta["val"], name)
+        node.replace_all_uses_with(by_tensor[id(value)])
+        step_graph.graph.erase_node(node)
+
+
+def drop_profiler_marks(graph: fx.Graph) -> None:
+    """Removes the marks that ``record_function`` leaves in a trace."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and str(node.target).startswith("profiler."):
+            graph.erase_node(node)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Fake operators draw nothing, but the code under trace may seed or fork a generator."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextlib.contextmanager
+def _autocast_cache() -> Iterator[None]:
+    """Turns autocast's weight cache on, which ``make_fx`` turns off.
+
+    With it off, a layer that is used twice under autocast gets its gradients summed in fp32 instead of 16 bit.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)

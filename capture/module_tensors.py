@@ -1,0 +1,224 @@
+"""Which tensors a module holds, and running it with others in their place.
+
+Registered parameters and buffers are not all: plain tensor attributes, and lists, tuples and dicts of tensors (an LSTM
+keeps a list of its weights) are found too. Everything is restored afterwards, whatever happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(eq=False)
+class HeldTensor:
+    """One tensor of a module.
+
+    Attributes:
+        tensor: the real tensor.
+        names: every path that it is reachable by; the first is its key.
+        owner: module that holds it under the first name.
+        attribute: its name there.
+        kind: ``param``, ``buffer``, or ``attribute`` for what is not registered.
+        item: index or key within the attribute where that is a list, tuple or dict, else None.
+    """
+
+    tensor: Tensor
+    names: list[str]
+    owner: nn.Module
+    attribute: str
+    kind: str
+    item: int | str | None = None
+
+    @property
+    def key(self) -> str:
+        """The first name."""
+        return self.names[0]
+
+    def current(self) -> Any:
+        """What the owner holds under that attribute now."""
+        if self.kind == "param":
+            return self.owner._parameters.get(self.attribute)
+        if self.kind == "buffer":
+            return self.owner._buffers.get(self.attribute)
+        value = self.owner.__dict__.get(self.attribute)
+        return value if self.item is None or value is None else value[self.item]
+
+
+@dataclass
+class ModuleTensors:
+    """Every tensor that a model holds, each once, in the order of ``named_parameters`` and ``named_buffers``."""
+
+    params: list[HeldTensor] = field(default_factory=list)
+    buffers: list[HeldTensor] = field(default_factory=list)
+    attributes: list[HeldTensor] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[HeldTensor]:
+        """Parameters, then buffers, then plain attributes."""
+        return self.params + self.buffers + self.attributes
+
+
+def tensors_of(model: nn.Module) -> ModuleTensors:
+    """Finds every tensor that ``model`` holds."""
+    found = ModuleTensors()
+    by_id: dict[int, HeldTensor] = {}
+
+    def add(
+        group: list[HeldTensor],
+        tensor: Tensor,
+        name: str,
+        owner: nn.Module,
+        attribute: str,
+        kind: str,
+        item: int | str | None = None,
+    ) -> None:
+        if id(tensor) in by_id:
+            held = by_id[id(tensor)]
+            if kind == held.kind:
+                held.names.append(name)
+            return
+        held = by_id[id(tensor)] = HeldTensor(tensor, [name], owner, attribute, kind, item)
+        group.append(held)
+
+    modules = list(model.named_modules())
+    for path, module in modules:
+        for name, param in module._parameters.items():
+            if param is not None:
+                add(found.params, param, _join(path, name), module, name, "param")
+    for path, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                add(found.buffers, buffer, _join(path, name), module, name, "buffer")
+    for path, module in modules:
+        for name, value in module.__dict__.items():
+            if name in _MODULE_INTERNALS:
+                continue
+            for item, tensor in _tensors_within(value):
+                full = name if item is None else f"{name}.{item}"
+                add(found.attributes, tensor, _join(path, full), module, name, "attribute", item)
+    return found
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _tensors_within(value: Any) -> Iterator[tuple[int | str | None, Tensor]]:
+    if isinstance(value, Tensor):
+        yield None, value
+    elif type(value) in (list, tuple):
+        yield from ((index, item) for index, item in enumerate(value) if isinstance(item, Tensor))
+    elif type(value) is dict:
+        yield from ((key, item) for key, item in value.items() if isinstance(item, Tensor))
+
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+
+
+class ModuleState:
+    """What a model's modules held at one moment: tensors, plain attributes, and the contents of plain containers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(path, module) for path, module in model.named_modules()]
+        self._saved = [_ModuleRecord(module) for _, module in self._modules]
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        for record in self._saved:
+            record.restore()
+
+    def changed_attributes(self) -> list[tuple[str, Any]]:
+        """Plain attributes that differ from the record: their path and what they hold now."""
+        return [
+            (_join(path, name), value)
+            for (path, _), record in zip(self._modules, self._saved, strict=True)
+            for name, value in record.changes()
+        ]
+
+
+class _ModuleRecord:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes = {k: v for k, v in module.__dict__.items() if k not in _MODULE_INTERNALS or k == "training"}
+        self.containers = {k: v.copy() for k, v in self.attributes.items() if type(v) in (list, dict, set)}
+        self.registered = [(d, dict(d)) for d in (module._parameters, module._buffers, module._modules)]
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        now = self.module.__dict__
+        for name, value in now.items():
+            if name in _MODULE_INTERNALS and name != "training":
+                continue
+            if name not in self.attributes or (
+                value is not self.attributes[name] and not _equal(value, self.attributes[name])
+            ):
+                yield name, value
+            elif name in self.containers and not _same_contents(value, self.containers[name]):
+                yield name, value
+
+    def restore(self) -> None:
+        now = self.module.__dict__
+        for name in [n for n in now if n not in self.attributes and n not in _MODULE_INTERNALS]:
+            del now[name]
+        now.update(self.attributes)
+        for name, contents in self.containers.items():
+            value = self.attributes[name]
+            if type(value) is list:
+                value[:] = contents
+            else:
+                value.clear()
+                value.update(contents)
+        for target, contents in self.registered:
+            target.clear()
+            target.update(contents)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, (bool, int, float, str, torch.dtype, torch.device, type(None))):
+        return type(a) is type(b) and a == b
+    return False
+
+
+def _same_contents(a: Any, b: Any) -> bool:
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return all(k in b and (b[k] is v or _equal(v, b[k])) for k, v in a.items())
+    if isinstance(a, list):
+        return all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@contextlib.contextmanager
+def tensors_replaced(model: nn.Module, replacements: dict[int, Tensor]) -> Iterator[None]:
+    """Within the context, every tensor of ``model`` whose ``id`` is in ``replacements`` is the replacement.
+
+    The caller restores (:class:`ModuleState`); tied names all get the same replacement.
+    """
+    for module in model.modules():
+        for registered in (module._parameters, module._buffers):
+            for name, tensor in registered.items():
+                if tensor is not None and id(tensor) in replacements:
+                    registered[name] = replacements[id(tensor)]  # type: ignore[assignment]
+        for name, value in list(module.__dict__.items()):
+            if name in _MODULE_INTERNALS:
+                continue
+            replaced = _replaced(value, replacements)
+            if replaced is not value:
+                module.__dict__[name] = replaced
+    yield
+
+
+def _replaced(value: Any, replacements: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return replacements.get(id(value), value)
+    if type(value) in (list, tuple) and any(id(v) in replacements for v in value):
+        return type(value)(replacements.get(id(v), v) for v in value)
+    if type(value) is dict and any(id(v) in replacements for v in value.values()):
+        return {k: replacements.get(id(v), v) for k, v in value.items()}
+    return value

@@ -1,0 +1,109 @@
+"""Checkpointed regions: captured once, remembered as a wish for the planner.
+
+Tracing through ``torch.utils.checkpoint`` would record the region twice, with two independent draws of every dropout mask
+and two updates of every BatchNorm: the loss would be right and the gradients silently wrong. Here a region runs once, and
+its nodes carry its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
+
+from ..errors import CaptureError, StepGraphWarning
+from ..torch_compat import checkpoint_replaced
+from .context import TraceContext, user_source_line
+from .module_tensors import ModuleState
+
+
+@dataclass(frozen=True)
+class Region:
+    """One call of ``torch.utils.checkpoint.checkpoint``.
+
+    Attributes:
+        number: position among the regions of the capture.
+        module_path: module that asked for it.
+        source: ``file:line`` of the call.
+        reentrant: which implementation was asked for.
+        context_fn: the selective-checkpointing policy, or None.
+    """
+
+    number: int
+    module_path: str
+    source: str | None
+    reentrant: bool
+    context_fn: Callable[[], Any] | None = None
+
+
+class RegionRecorder:
+    """Replaces checkpointing for the time of a capture, and numbers the regions."""
+
+    def __init__(self, context: TraceContext, model: nn.Module) -> None:
+        self.regions: list[Region] = []
+        self._context = context
+        self._model = model
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the context, checkpointed regions run once and are recorded."""
+        with checkpoint_replaced(self._non_reentrant, self._reentrant):
+            yield
+
+    def _non_reentrant(
+        self,
+        fn: Callable[..., Any],
+        preserve_rng_state: bool = True,
+        context_fn: Callable[[], Any] = noop_context_fn,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        with self._region(reentrant=False, context_fn=None if context_fn is noop_context_fn else context_fn):
+            yield
+
+    def _reentrant(self, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        with self._region(reentrant=True, context_fn=None):
+            if any(isinstance(a, Tensor) and a.requires_grad for a in args):
+                return run_function(*args)
+            warnings.warn(
+                StepGraphWarning(
+                    f"reentrant checkpoint at {self.regions[-1].source}: none of its inputs requires grad, so, as in eager, "
+                    "nothing inside gets a gradient. Use use_reentrant=False, or let an input require grad."
+                ),
+                stacklevel=2,
+            )
+            with torch.no_grad():
+                return run_function(*args)
+
+    @contextlib.contextmanager
+    def _region(self, *, reentrant: bool, context_fn: Callable[[], Any] | None) -> Iterator[None]:
+        context = self._context
+        region = Region(len(self.regions), context.module_path, user_source_line(), reentrant, context_fn)
+        self.regions.append(region)
+        outer, context.region = context.region, region.number
+        before = ModuleState(self._model)
+        try:
+            yield
+        finally:
+            context.region = outer
+        if changed := before.changed_attributes():
+            raise CaptureError(
+                f"the checkpointed region changes Python state outside of it: {', '.join(path for path, _ in changed)}. "
+                "Eager changes it once in forward and again in recompute, so no single answer is right.",
+                module_path=region.module_path,
+                source_line=region.source,
+                remedy="move the write out of the region, or keep the value in a buffer",
+            )
+
+
+@contextlib.contextmanager
+def regions_run_once(model: nn.Module) -> Iterator[None]:
+    """Within the context, checkpointed regions run like any other code: what eager does without recompute."""
+    with RegionRecorder(TraceContext(model), model).recording():
+        yield

@@ -1,0 +1,53 @@
+"""Everything that differs between devices. The rest of the package asks here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+from .torch_compat import default_foreach, foreach_norm_by_default
+
+SUPPORTED_DEVICE_TYPES = ("cpu", "cuda")
+
+
+def require_supported(device: torch.device, where: str) -> None:
+    """Raises :class:`ConfigError` for a device type that stepgraph does not run on."""
+    if device.type not in SUPPORTED_DEVICE_TYPES:
+        raise ConfigError(
+            f"{where} is on device {str(device)!r}. stepgraph runs on {' and '.join(SUPPORTED_DEVICE_TYPES)}; "
+            "move the model there before compiling the step."
+        )
+
+
+def reading_is_free(device: torch.device) -> bool:
+    """Whether reading a scalar from ``device`` costs no synchronisation with it."""
+    return device.type == "cpu"
+
+
+def norm_uses_foreach(device: torch.device) -> bool:
+    """Whether eager's total norm and clipping run as foreach kernels on ``device``."""
+    return foreach_norm_by_default(device)
+
+
+def optimizer_uses_foreach(params: list[Tensor]) -> bool:
+    """Whether an eager optimizer left to its default takes the foreach implementation for ``params``."""
+    return default_foreach(params)
+
+
+def rng_state(devices: set[torch.device]) -> dict[torch.device, Tensor]:
+    """States of the default generators of the CPU and of ``devices``."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in devices:
+        if device.type == "cuda":
+            states[device] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: dict[torch.device, Tensor]) -> None:
+    """Restores what :func:`rng_state` returned."""
+    for device, state in states.items():
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)

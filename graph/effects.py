@@ -1,0 +1,187 @@
+"""What each operator does besides computing its result.
+
+One table, asked by every pass and by the verifier. Neither the schema nor ``Node.is_impure`` is enough:
+``aten.native_batch_norm`` writes its running statistics while its schema denies it. What is not known is effectful.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Effects of one operator call.
+
+    Attributes:
+        random: draws from a generator.
+        writes: names of the arguments that it writes in place.
+        collective: communicates with other ranks.
+        moves: copies between memories (host, device).
+        control: decides whether what follows runs.
+        opaque: nothing is known; it must stay where it is.
+    """
+
+    random: bool = False
+    writes: tuple[str, ...] = ()
+    collective: bool = False
+    moves: bool = False
+    control: bool = False
+    opaque: bool = False
+
+    @property
+    def pure(self) -> bool:
+        """Whether the result is all there is: the call may be dropped, repeated or moved between its operands' uses."""
+        return not (self.random or self.writes or self.collective or self.moves or self.control or self.opaque)
+
+
+PURE = Effects()
+OPAQUE = Effects(opaque=True)
+
+# Operators whose schema hides what they write or draw. Seen in torch 2.13.
+_HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
+    "aten::_batch_norm_impl_index": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+    "aten::rrelu_with_noise": ("noise",),
+}
+# Operators that draw only where a dropout probability is above zero: argument name, and the argument that turns it on.
+_DRAWS_IF_POSITIVE: dict[str, str] = {
+    "aten::_scaled_dot_product_flash_attention": "dropout_p",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "dropout_p",
+    "aten::_scaled_dot_product_efficient_attention": "dropout_p",
+    "aten::_scaled_dot_product_cudnn_attention": "dropout_p",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "dropout_p",
+    "aten::_scaled_dot_product_attention_math": "dropout_p",
+    "aten::_flash_attention_forward": "dropout_p",
+    "aten::_efficient_attention_forward": "dropout_p",
+    "aten::_cudnn_attention_forward": "dropout_p",
+    "aten::scaled_dot_product_attention": "dropout_p",
+    "aten::_cudnn_rnn": "dropout",
+    "aten::miopen_rnn": "dropout",
+    "aten::native_dropout": "p",
+}
+# Operators that check and raise, or that must not be repeated: they stay although they compute nothing.
+_CHECKS = (
+    "aten::_assert_async",
+    "aten::_assert_scalar",
+    "aten::_assert_tensor_metadata",
+    "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+    "aten::_print",
+)
+_KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "stepgraph")
+_PURE_FUNCTION_MODULES = (operator, math, builtins)
+
+
+def effects_of(node: fx.Node) -> Effects:
+    """Effects of ``node``; placeholders, outputs and attribute reads have none."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return PURE
+    if node.op != "call_function":
+        return OPAQUE
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _effects_of_overload(node, target)
+    return PURE if is_scalar_function(target) else OPAQUE
+
+
+def is_scalar_function(target: Any) -> bool:
+    """Whether ``target`` is a Python function on numbers or tuples, such as ``operator.mul`` or ``torch.sym_sqrt``."""
+    if getattr(torch, getattr(target, "__name__", ""), None) is target and target.__name__.startswith(
+        ("sym_", "_sym_")
+    ):
+        return True
+    module = getattr(target, "__module__", None) or ""
+    names = {m.__name__ for m in _PURE_FUNCTION_MODULES} | {"_operator"}
+    return module in names and callable(target)
+
+
+def _effects_of_overload(node: fx.Node, target: torch._ops.OpOverload) -> Effects:
+    name = target._schema.name
+    namespace = name.split("::")[0]
+    if name in _OWN:
+        return _OWN[name]
+    if namespace in ("_c10d_functional", "c10d_functional"):
+        return Effects(collective=True)
+    if namespace not in _KNOWN_NAMESPACES or name in _CHECKS:
+        return OPAQUE
+    writes = tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    if name.startswith("aten::_fused_") and "state_steps" not in writes and argument(node, "state_steps") is not None:
+        writes += ("state_steps",)
+    writes += tuple(a for a in _HIDDEN_WRITES.get(name, ()) if argument(node, a) is not None)
+    if name in _DRAWS_IF_POSITIVE:
+        random = _may_be_positive(argument(node, _DRAWS_IF_POSITIVE[name])) and _is_training(node)
+    else:
+        random = torch.Tag.nondeterministic_seeded in target.tags
+    return Effects(random=random, writes=writes)
+
+
+# Operators of stepgraph's own (graph/ops.py); the twins of fused kernels declare what they write in their schema.
+_OWN: dict[str, Effects] = {"stepgraph::nonfinite_code": PURE, "stepgraph::gate": Effects(control=True)}
+
+
+def _may_be_positive(value: Any) -> bool:
+    return not isinstance(value, (int, float)) or value > 0
+
+
+def _is_training(node: fx.Node) -> bool:
+    train = argument(node, "train")
+    return train is None or bool(train)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Value of the schema argument ``name`` in this call, its default where the call leaves it out, None if unknown."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    for position, schema_argument in enumerate(target._schema.arguments):
+        if schema_argument.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return schema_argument.default_value if schema_argument.has_default_value() else None
+    return None
+
+
+def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that ``node`` writes in place."""
+    for name in effects_of(node).writes:
+        yield from nodes_in(argument(node, name))
+
+
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """The nodes in an argument, which may be a nested list."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from nodes_in(item)
+
+
+def picks_indices(node: fx.Node) -> bool:
+    """Whether the op's results are indices chosen by comparing values: ties make a second evaluation unsafe."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _INDEX_PICKING
+
+
+_INDEX_PICKING: frozenset[str] = frozenset(
+    f"aten::{name}"
+    for name in (
+        "topk sort argsort argmax argmin kthvalue mode median nanmedian max_pool2d_with_indices "
+        "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d nonzero "
+        "unique_consecutive _unique2 unique_dim multinomial msort"
+    ).split()
+)

@@ -1,0 +1,58 @@
+"""Which nodes share memory, and who writes it, from the fake values that capture recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_compat import storage_key
+from .effects import written_nodes
+
+
+def storages_of(node: fx.Node) -> tuple[int, ...]:
+    """Keys of the storages behind the node's value: several for a list of tensors, none for a number."""
+    return tuple(storage_key(t) for t in tensors_in(node.meta.get("val")))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a fake value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_in(item)]
+    return []
+
+
+def storage_bytes(node: fx.Node) -> int:
+    """Bytes of the storages behind the node's value; 0 where a size is symbolic."""
+    total = 0
+    for key, tensor in {storage_key(t): t for t in tensors_in(node.meta.get("val"))}.items():
+        del key
+        size = tensor.untyped_storage().nbytes()
+        total += size if isinstance(size, int) else 0
+    return total
+
+
+class StorageMap:
+    """Writers and members of every storage of a graph, in execution order."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.members: dict[int, list[fx.Node]] = defaultdict(list)
+        self.writers: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for key in storages_of(node):
+                self.members[key].append(node)
+            for operand in written_nodes(node):
+                for key in storages_of(operand):
+                    self.writers[key].append(node)
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether any storage behind the node's value is ever written in place."""
+        return any(key in self.writers for key in storages_of(node))
+
+    def touches_written(self, node: fx.Node) -> bool:
+        """Whether the node's value or any of its operands lives in a storage that is written in place."""
+        return self.is_written(node) or any(self.is_written(operand) for operand in node.all_input_nodes)

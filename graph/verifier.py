@@ -1,0 +1,282 @@
+"""The rules that every step graph obeys, checked after each pass.
+
+A rule is a function that yields one message for each violation. Each has mutation tests: graphs corrupted on purpose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import VerificationError
+from ..torch_compat import free_unbacked_symbols
+from .effects import effects_of, nodes_in, picks_indices, written_nodes
+from .spec import InputRole, OutputRole, Phase, type_of
+from .step_graph import StepGraph, family_of
+from .storage import StorageMap, storages_of, tensors_in
+
+_PHASES = list(Phase)
+_CAPTURED = (Phase.FORWARD, Phase.BACKWARD)
+
+
+def verify(graph: StepGraph, *, level: int = 1) -> None:
+    """Checks every rule; level 2 also evaluates each node on fake values again.
+
+    Raises:
+        VerificationError: naming the rule and the logical key of each violation.
+    """
+    rules = RULES if level < 2 else (*RULES, metadata_matches_operators)
+    violations = []
+    for rule in rules:
+        violations += [f"{rule.__name__}: {message}" for message in rule(graph)]
+        if violations and rule in _FOUNDATIONS:
+            break
+    if violations:
+        shown = "\n  ".join(violations[:10])
+        raise VerificationError(f"{len(violations)} violations of the graph's rules:\n  {shown}")
+
+
+def structure(graph: StepGraph) -> Iterator[str]:
+    """Operands come before their uses; inputs and outputs match their specs."""
+    position = {node: i for i, node in enumerate(graph.graph.nodes)}
+    for node in graph.graph.nodes:
+        for operand in node.all_input_nodes:
+            if position.get(operand, len(position)) >= position[node]:
+                yield f"{_name(node)} uses {_name(operand)}, which comes later or not at all"
+    if len(graph.placeholders) != len(graph.inputs):
+        yield f"{len(graph.placeholders)} placeholders, {len(graph.inputs)} input specs"
+    if len(graph.output_values) != len(graph.outputs):
+        yield f"{len(graph.output_values)} outputs, {len(graph.outputs)} output specs"
+    for spec, count in Counter(graph.inputs).items():
+        if count > 1:
+            yield f"{count} inputs are {spec}"
+    if graph.output_of(OutputRole.LOSS) is None:
+        yield "no output is the loss"
+
+
+def metadata(graph: StepGraph) -> Iterator[str]:
+    """Every call has a fake value, a phase and a key of its own that agree with each other."""
+    seen: set[str] = set()
+    for node in graph.calls:
+        if missing := [name for name in ("val", "phase", "key", "trace_index") if name not in node.meta]:
+            yield f"{node.name} ({node.target}) lacks {missing}"
+            continue
+        key = node.meta["key"]
+        if key.name in seen:
+            yield f"{key.name} names two values"
+        seen.add(key.name)
+        if key.phase is not node.meta["phase"]:
+            yield f"{key.name} is in phase {node.meta['phase']}"
+        if (key.shape, key.dtype) != type_of(node.meta["val"]):
+            yield f"{key} does not describe its value"
+        if key.family != family_of(node.target):
+            yield f"{key.name} names another operator than {node.target}"
+
+
+def phases_in_order(graph: StepGraph) -> Iterator[str]:
+    """Phases follow each other: nothing of the forward runs after the first backward node, and so on."""
+    latest = Phase.FORWARD
+    for node in graph.calls:
+        phase = node.meta["phase"]
+        if _PHASES.index(phase) < _PHASES.index(latest):
+            yield f"{_name(node)} runs after the {latest} phase has begun"
+        else:
+            latest = phase
+
+
+def captured_effects_happen_once(graph: StepGraph) -> Iterator[str]:
+    """A captured random draw, write or index choice is there once; draws and writes keep their order."""
+    captured = [n for n in graph.calls if n.meta["phase"] is not Phase.UPDATE]
+    counts = Counter(n.meta["trace_index"] for n in captured if n.meta["trace_index"] is not None)
+    last = -1
+    for node in captured:
+        index, effects = node.meta["trace_index"], effects_of(node)
+        if index is None:
+            if effects.random:
+                yield f"{_name(node)} draws random numbers that the model did not ask for"
+            continue
+        if counts[index] > 1 and (picks_indices(node) or not effects.pure):
+            yield f"{_name(node)} would run {counts[index]} times, but it draws, writes or picks indices"
+        if effects.random or effects.writes or effects.opaque:
+            if index < last:
+                yield f"{_name(node)} runs later than it did in the captured program"
+            last = max(last, index)
+
+
+def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
+    """Captured nodes that touch memory which is written in forward or backward run in the captured order."""
+    storages = StorageMap(graph.graph)
+    written = {k for k, ws in storages.writers.items() if any(w.meta["phase"] in _CAPTURED for w in ws)}
+    last: dict[int, int] = defaultdict(lambda: -1)
+    for node in graph.calls:
+        index = node.meta["trace_index"]
+        if index is None or node.meta["phase"] not in _CAPTURED:
+            continue
+        touched = {key for n in (node, *node.all_input_nodes) for key in storages_of(n)} & written
+        writes = {key for operand in written_nodes(node) for key in storages_of(operand)}
+        for key in touched:
+            if index < last[key]:
+                yield f"{_name(node)} touches memory that was written after it in the captured program"
+            if key in writes:
+                last[key] = max(last[key], index)
+
+
+def inputs_written_by_update_only(graph: StepGraph) -> Iterator[str]:
+    """Passes write parameters and state in the update phase only, and hyperparameters and constants never."""
+    roles = {n: s.role for n, s in zip(graph.placeholders, graph.inputs, strict=True)}
+    owner = {key: node for node in graph.placeholders for key in storages_of(node)}
+    for node in graph.calls:
+        for operand in written_nodes(node):
+            for key in storages_of(operand):
+                role = roles.get(owner.get(key))  # type: ignore[arg-type]
+                if role in (InputRole.HYPER, InputRole.CONSTANT):
+                    yield f"{_name(node)} writes the {role} {owner[key].name}"
+                elif role in (InputRole.PARAM, InputRole.STATE) and not _may_write(node):
+                    yield f"{_name(node)} writes the {role} {owner[key].name} outside the update phase"
+
+
+def _may_write(node: fx.Node) -> bool:
+    return node.meta["phase"] is Phase.UPDATE or node.meta["trace_index"] is not None
+
+
+def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
+    """What norm and update work on in place is shared with no other gradient, input or output."""
+    owners: dict[int, fx.Node] = {}
+    for node in graph.placeholders:
+        owners.update(dict.fromkeys(storages_of(node), node))
+    for role in (OutputRole.LOSS, OutputRole.AUX):
+        for value in graph.output_nodes(role).values():
+            if isinstance(value, fx.Node):
+                owners.update(dict.fromkeys(storages_of(value), value))
+    for grad in gradients_of(graph):
+        for key in storages_of(grad):
+            if key in owners and owners[key] is not grad:
+                yield f"the gradient {_name(grad)} shares memory with {_name(owners[key])}"
+            owners[key] = grad
+
+
+def gradients_of(graph: StepGraph) -> list[fx.Node]:
+    """The gradients: outputs before the update is joined, afterwards what it takes from the phases before it."""
+    if grads := list(graph.output_nodes(OutputRole.GRAD).values()):
+        return grads
+    found: dict[fx.Node, None] = {}
+    for node in graph.calls:
+        if node.meta["phase"] is Phase.UPDATE:
+            for operand in node.all_input_nodes:
+                if operand.op == "call_function" and operand.meta["phase"] in _CAPTURED:
+                    found[operand] = None
+    return list(found)
+
+
+def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
+    """Each gradient enters the norm once, is scaled exactly once under clipping and never without, in that order."""
+    if graph.output_of(OutputRole.NORM) is None:
+        return
+    expected = 1 if graph.output_of(OutputRole.CLIP_FACTOR) is not None else 0
+    norms: Counter[fx.Node] = Counter()
+    scalings: Counter[fx.Node] = Counter()
+    for node in graph.calls:
+        if node.meta["phase"] is not Phase.NORM:
+            continue
+        if family_of(node.target) in ("_foreach_norm", "linalg_vector_norm"):
+            for operand in nodes_in(node.args[0]):
+                norms[operand] += 1
+                if scalings[operand]:
+                    yield f"{_name(operand)} is clipped before its norm is taken"
+        for operand in written_nodes(node):
+            scalings[operand] += 1
+    for grad in gradients_of(graph):
+        if norms[grad] != 1:
+            yield f"the gradient {_name(grad)} enters the norm {norms[grad]} times"
+        if scalings[grad] != expected:
+            yield f"the gradient {_name(grad)} is scaled {scalings[grad]} times between norm and update, not {expected}"
+
+
+def gate_guards_the_update(graph: StepGraph) -> Iterator[str]:
+    """There is at most one gate, it sees every gradient, and the whole update comes after it."""
+    gates = [n for n in graph.calls if effects_of(n).control]
+    if graph.output_of(OutputRole.NONFINITE) is None:
+        if gates:
+            yield f"{_name(gates[0])} decides over the update but its outcome is no output"
+        return
+    if len(gates) != 1 or graph.output_of(OutputRole.NONFINITE) is not gates[0]:
+        yield f"{len(gates)} gates, and the output must be the only one"
+        return
+    checked = {n for n in nodes_in(gates[0].args) for n in nodes_in(n.args)}
+    for grad in gradients_of(graph):
+        if grad not in checked:
+            yield f"the gate does not look at the gradient {_name(grad)}"
+    for node in graph.calls:
+        if node is gates[0]:
+            break
+        if node.meta["phase"] is Phase.UPDATE:
+            yield f"{_name(node)} updates before the gate"
+
+
+def metadata_matches_operators(graph: StepGraph) -> Iterator[str]:
+    """Evaluating a node on its operands' fake values gives its own metadata (level 2 only)."""
+    for node in graph.calls:
+        if not isinstance(node.target, torch._ops.OpOverload) or effects_of(node).opaque:
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        if any(_is_symbolic(v) for n in (node, *node.all_input_nodes) for v in _flat(n.meta["val"])):
+            continue
+        with graph.fake_mode, torch.no_grad():
+            derived = node.target(*args, **kwargs)
+        before, after = ([_layout(t) for t in tensors_in(v)] for v in (node.meta["val"], derived))
+        if before != after:
+            yield f"{_name(node)} is recorded as {before} and computes {after}"
+
+
+def _flat(value: Any) -> list[Any]:
+    return [v for item in value for v in _flat(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(not isinstance(s, int) for s in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
+
+
+def _name(node: fx.Node) -> str:
+    key = node.meta.get("key")
+    return key.name if key is not None else node.name
+
+
+Rule = Callable[[StepGraph], Iterator[str]]
+_FOUNDATIONS: tuple[Rule, ...] = (structure, metadata)
+RULES: tuple[Rule, ...] = (
+    *_FOUNDATIONS,
+    phases_in_order,
+    captured_effects_happen_once,
+    reads_see_the_same_writes,
+    inputs_written_by_update_only,
+    gradients_own_their_memory,
+    gradients_pass_norm_and_clip_once,
+    gate_guards_the_update,
+)
+
+
+def phase_fingerprint(graph: StepGraph, phase: Phase) -> Hashable:
+    """What a pass that does not touch ``phase`` must leave as it is: its calls, their operands and their order."""
+    return tuple(
+        (node.meta["key"].name, node.target, _shape_of_args(node.args), _shape_of_args(node.kwargs))
+        for node in graph.calls
+        if node.meta["phase"] is phase
+    )
+
+
+def _shape_of_args(value: Any) -> str:
+    return str(fx.map_arg(value, lambda n: _Named(_name(n))))
+
+
+class _Named(str):
+    """A node's key in an argument list."""

@@ -1,0 +1,8 @@
+"""Floor 3: rewrites of the step graph, one file a pass."""
+
+from .base import Pass as Pass
+from .base import PassResult as PassResult
+from .pipeline import PASSES as PASSES
+from .pipeline import PassRecord as PassRecord
+from .pipeline import run_passes as run_passes
+from .pipeline import training_passes as training_passes

@@ -1,0 +1,98 @@
+"""Removes what computes nothing new."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from ..graph import Phase, StepGraph, StorageMap, effects_of, family_of, storages_of
+from ..torch_compat import storage_key
+from .base import Pass, PassResult
+
+
+@dataclass(frozen=True)
+class Clean(Pass):
+    """No-ops, common subexpressions and dead code.
+
+    Keeps numerics bitwise: a random draw, a write and everything unknown stays, also when nothing reads its result, and
+    only calls that touch no written memory are merged. Values are merged within a phase only, since sharing one between
+    forward and backward would keep it alive and undo a recompute that the user wrote by hand.
+    """
+
+    name: ClassVar[str] = "clean"
+    touches: ClassVar[frozenset[Phase]] = frozenset({Phase.FORWARD, Phase.BACKWARD})
+    optional: ClassVar[bool] = True
+
+    merge: bool = True
+
+    def run(self, graph: StepGraph) -> PassResult:
+        before = len(graph.graph.nodes)
+        _bypass_noops(graph)
+        if self.merge:
+            _merge_equal(graph)
+        _drop_dead(graph)
+        return PassResult(changed=len(graph.graph.nodes) != before)
+
+
+def _bypass_noops(graph: StepGraph) -> None:
+    for node in graph.calls:
+        base = node.args[0] if node.args else None
+        if isinstance(base, fx.Node) and effects_of(node).pure and _is_same_view(node.meta["val"], base.meta["val"]):
+            node.replace_all_uses_with(base)
+            graph.graph.erase_node(node)
+
+
+def _is_same_view(value: Any, base: Any) -> bool:
+    if not (isinstance(value, torch.Tensor) and isinstance(base, torch.Tensor)):
+        return False
+    return (
+        storage_key(value) == storage_key(base)
+        and value.dtype == base.dtype
+        and value.shape == base.shape
+        and value.stride() == base.stride()
+        and value.storage_offset() == base.storage_offset()
+        and value.is_conj() == base.is_conj()
+        and value.is_neg() == base.is_neg()
+    )
+
+
+def _merge_equal(graph: StepGraph) -> None:
+    storages = StorageMap(graph.graph)
+    returned = {key for value in graph.output_values if isinstance(value, fx.Node) for key in storages_of(value)}
+    seen: dict[Hashable, fx.Node] = {}
+    for node in graph.calls:
+        if not effects_of(node).pure or storages.touches_written(node) or family_of(node.target) in _UNINITIALISED:
+            continue
+        if any(key in returned for key in storages_of(node)):
+            continue
+        signature = (node.meta["phase"], node.target, _freeze(node.args), _freeze(node.kwargs))
+        try:
+            first = seen.setdefault(signature, node)
+        except TypeError:  # an argument that cannot be hashed, such as a generator
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.graph.erase_node(node)
+
+
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+
+
+def _freeze(value: Any) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _freeze(v)) for k, v in sorted(value.items()))
+    if isinstance(value, (bool, int, float)):
+        return (type(value), repr(value))  # 1, 1.0 and True are equal to Python, 0.0 and -0.0 too
+    return value  # type: ignore[no-any-return]
+
+
+def _drop_dead(graph: StepGraph) -> None:
+    for node in reversed(graph.calls):
+        if not node.users and effects_of(node).pure:
+            graph.graph.erase_node(node)

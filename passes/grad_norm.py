@@ -1,0 +1,63 @@
+"""The total norm of all gradients."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from ..device import norm_uses_foreach
+from ..graph import OutputRole, OutputSpec, Phase, StepGraph
+from ..torch_compat import device_and_dtype_groups
+from .base import Pass, PassResult
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class GradNorm(Pass):
+    """Adds the norm of the concatenation of all gradients, as the output ``norm``.
+
+    Bitwise what ``torch.nn.utils.get_total_norm`` returns for the gradients of ``model.parameters()``: a norm for each
+    gradient, grouped by device and dtype in the same order and with the same kernels, then the norm of those.
+    """
+
+    name: ClassVar[str] = "grad_norm"
+    requires: ClassVar[tuple[OutputRole, ...]] = (OutputRole.GRAD,)
+    guarantees: ClassVar[tuple[OutputRole, ...]] = (OutputRole.NORM,)
+    touches: ClassVar[frozenset[Phase]] = frozenset({Phase.NORM})
+
+    norm_type: float = 2.0
+
+    def run(self, graph: StepGraph) -> PassResult:
+        grads = list(graph.output_nodes(OutputRole.GRAD).values())
+        norms: list[fx.Node] = []
+        with graph.graph.inserting_before(graph.output_node):
+            for group in grad_groups(grads):
+                norms += self._norms_of(graph, group)
+            stacked = add_norm_call(graph, aten.stack.default, (norms,))
+            total = add_norm_call(graph, aten.linalg_vector_norm.default, (stacked, self.norm_type))
+        graph.set_outputs([*graph.output_values, total], [*graph.outputs, OutputSpec(OutputRole.NORM)])
+        return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": len(norms)})
+
+    def _norms_of(self, graph: StepGraph, group: list[fx.Node]) -> list[fx.Node]:
+        if not norm_uses_foreach(group[0].meta["val"].device):
+            return [add_norm_call(graph, aten.linalg_vector_norm.default, (g, self.norm_type)) for g in group]
+        all_norms = add_norm_call(graph, aten._foreach_norm.Scalar, (group, self.norm_type))
+        return [add_norm_call(graph, operator.getitem, (all_norms, i)) for i in range(len(group))]
+
+
+def add_norm_call(
+    graph: StepGraph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    """Adds a call of the norm phase; its module is the stage, ``norm``."""
+    return graph.add_call(target, args, kwargs, module="norm", phase=Phase.NORM)
+
+
+def grad_groups(grads: list[fx.Node]) -> list[list[fx.Node]]:
+    """Gradients by device and dtype, in the order in which eager visits them."""
+    values = [g.meta["val"] for g in grads]
+    return [[grads[i] for i in group] for group in device_and_dtype_groups([(v.device, v.dtype) for v in values])]

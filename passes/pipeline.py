@@ -1,0 +1,129 @@
+"""Which passes run, in which order, and the one place that runs, times, verifies and dumps them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, VerificationError
+from ..graph import OutputRole, Phase, StepGraph
+from ..graph.verifier import phase_fingerprint, verify
+from ..knobs import disabled_passes, dump_folder, verify_level
+from .base import Pass, PassResult
+from .clean import Clean
+from .clip import Clip
+from .grad_norm import GradNorm
+from .skip import Skip
+from .update import Update
+
+PASSES: dict[str, type[Pass]] = {p.name: p for p in (Clean, GradNorm, Clip, Skip, Update)}
+
+
+def training_passes(*, max_norm: float | None, nonfinite: str, update: StepGraph) -> list[Pass]:
+    """The passes of a training step, in order."""
+    passes: list[Pass] = [Clean(), GradNorm()]
+    if max_norm:
+        passes.append(Clip(max_norm=float(max_norm)))
+    if nonfinite != "ignore":
+        passes.append(Skip())
+    passes.append(Update(update=update))
+    return passes
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did in one run.
+
+    Attributes:
+        seconds: wall time of the pass itself.
+        verify_seconds: wall time of the verifier after it.
+        op_changes: difference in the number of calls, by operator, where there is one.
+    """
+
+    name: str
+    seconds: float
+    verify_seconds: float
+    result: PassResult
+    op_changes: dict[str, int]
+
+    def __str__(self) -> str:
+        changes = ", ".join(f"{op}: {delta:+d}" for op, delta in sorted(self.op_changes.items())) or "no change"
+        return f"{self.name} ({self.seconds * 1e3:.1f} ms): {changes}"
+
+
+def run_passes(
+    graph: StepGraph, passes: Sequence[Pass], on_pass: Callable[[StepGraph, PassRecord], None] | None = None
+) -> list[PassRecord]:
+    """Runs ``passes`` on ``graph`` in place, verifying before the first and after each.
+
+    Raises:
+        VerificationError: the graph broke a rule, or a pass touched something else than it said.
+        ConfigError: ``STEPGRAPH_DISABLE`` names a pass that does not exist or that is not optional.
+    """
+    disabled = _checked_disabled()
+    level = verify_level()
+    folder = dump_folder()
+    if level:
+        verify(graph, level=level)
+    records = []
+    for position, item in enumerate(p for p in passes if p.name not in disabled):
+        _dump(folder, position, item.name, "before", graph)
+        record = _run_one(graph, item, level)
+        _dump(folder, position, item.name, "after", graph)
+        records.append(record)
+        if on_pass is not None:
+            on_pass(graph, record)
+    return records
+
+
+def _run_one(graph: StepGraph, item: Pass, level: int) -> PassRecord:
+    _require(graph, item.requires, f"pass {item.name!r} requires", "before it")
+    ops_before = graph.op_counts()
+    untouchable = [phase for phase in Phase if phase not in item.touches]
+    prints_before = {phase: phase_fingerprint(graph, phase) for phase in untouchable} if level else {}
+    start = time.perf_counter()
+    result = item.run(graph)
+    seconds = time.perf_counter() - start
+    _require(graph, item.guarantees, f"pass {item.name!r} guarantees", "after it")
+    if result.intended != result.touched:
+        raise VerificationError(
+            f"pass {item.name!r} was meant to touch {result.intended} and touched {result.touched}: something was missed"
+        )
+    start = time.perf_counter()
+    for phase, before in prints_before.items():
+        if phase_fingerprint(graph, phase) != before:
+            raise VerificationError(f"pass {item.name!r} changed the {phase} phase, which it did not say it would")
+    if level:
+        verify(graph, level=level)
+    changes = graph.op_counts()
+    changes.subtract(ops_before)
+    return PassRecord(
+        item.name, seconds, time.perf_counter() - start, result, {op: n for op, n in changes.items() if n}
+    )
+
+
+def _require(graph: StepGraph, roles: Sequence[OutputRole], what: str, when: str) -> None:
+    present = Counter(spec.role for spec in graph.outputs)
+    if missing := [str(role) for role in roles if not present[role]]:
+        raise VerificationError(f"{what} the outputs {missing}, which the graph does not have {when}")
+
+
+def _checked_disabled() -> tuple[str, ...]:
+    names = disabled_passes()
+    for name in names:
+        if name not in PASSES:
+            raise ConfigError(f"STEPGRAPH_DISABLE names {name!r}; passes are {', '.join(PASSES)}")
+        if not PASSES[name].optional:
+            raise ConfigError(f"STEPGRAPH_DISABLE names {name!r}, without which the numbers would change")
+    return names
+
+
+def _dump(folder: str | None, position: int, name: str, when: str, graph: StepGraph) -> None:
+    if folder is None:
+        return
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / f"{position:02d}_{name}_{when}.txt").write_text(str(graph) + "\n")

@@ -1,0 +1,37 @@
+"""Leaves the update out where the loss or a gradient is not finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..graph import OutputRole, OutputSpec, Phase, StepGraph
+from .base import Pass, PassResult
+from .grad_norm import add_norm_call
+
+
+@dataclass(frozen=True)
+class Skip(Pass):
+    """Adds the check for non-finite values, right after the norm, and a gate at the end of the norm phase.
+
+    The output ``nonfinite`` says what was found (see ``stepgraph::nonfinite_code``). Where it is not 0, executors end the
+    step at the gate, so that parameters and optimizer state keep their bits. Reading the gate waits for the device.
+    """
+
+    name: ClassVar[str] = "skip"
+    requires: ClassVar[tuple[OutputRole, ...]] = (OutputRole.LOSS, OutputRole.GRAD, OutputRole.NORM)
+    guarantees: ClassVar[tuple[OutputRole, ...]] = (OutputRole.NONFINITE,)
+    touches: ClassVar[frozenset[Phase]] = frozenset({Phase.NORM})
+
+    def run(self, graph: StepGraph) -> PassResult:
+        loss, norm = graph.output_of(OutputRole.LOSS), graph.output_of(OutputRole.NORM)
+        grads = list(graph.output_nodes(OutputRole.GRAD).values())
+        is_clipped = graph.output_of(OutputRole.CLIP_FACTOR) is not None
+        with graph.graph.inserting_after(norm):
+            code = add_norm_call(graph, torch.ops.stepgraph.nonfinite_code.default, (loss, norm, grads, is_clipped))
+        with graph.graph.inserting_before(graph.output_node):
+            gate = add_norm_call(graph, torch.ops.stepgraph.gate.default, (code,))
+        graph.set_outputs([*graph.output_values, gate], [*graph.outputs, OutputSpec(OutputRole.NONFINITE)])
+        return PassResult(True, intended={"gates": 1}, touched={"gates": 1})

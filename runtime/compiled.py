@@ -1,0 +1,93 @@
+"""One batch signature compiled: its capture, and a rewritten graph for each form that the optimizer's update takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture import CapturedStep, CapturedUpdate, ModuleTensors, capture_update
+from ..graph import OutputRole, StepGraph
+from ..passes import PassRecord, run_passes, training_passes
+from .binding import Binding, OptimizerGuard
+from .executor import EagerExecutor
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The arguments of ``compile_train_step`` that shape the graph."""
+
+    max_norm: float | None = None
+    nonfinite: str = "skip"
+
+
+@dataclass
+class Variant:
+    """The whole step, update included, for one form of the update."""
+
+    update: CapturedUpdate
+    graph: StepGraph
+    records: list[PassRecord]
+    guard: OptimizerGuard
+    binding: Binding
+    executor: EagerExecutor
+    outputs: dict[OutputRole, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outputs = {role: [] for role in OutputRole}
+        for position, spec in enumerate(self.graph.outputs):
+            self.outputs[spec.role].append(position)
+
+    def first(self, role: OutputRole, values: list[Any]) -> Any:
+        """The only output of ``role`` among ``values``, or None."""
+        positions = self.outputs[role]
+        return values[positions[0]] if positions else None
+
+
+class CompiledBatch:
+    """A capture and its variants. The update alone is traced again when the optimizer needs another form of it."""
+
+    def __init__(
+        self,
+        step: CapturedStep,
+        batch_positions: list[int],
+        tensors: ModuleTensors,
+        optimizer: torch.optim.Optimizer,
+        options: StepOptions,
+    ) -> None:
+        self.step = step
+        self.batch_positions = batch_positions
+        self.variants: list[Variant] = []
+        self._tensors = tensors
+        self._optimizer = optimizer
+        self._options = options
+        self._params = {h.key: h.tensor for h in tensors.params}
+
+    def variant(self) -> Variant:
+        """The variant that fits the optimizer as it is now."""
+        for position, variant in enumerate(self.variants):
+            if variant.guard.matches():
+                if position:
+                    self.variants.insert(0, self.variants.pop(position))
+                return variant
+        self.variants.insert(0, self._build())
+        return self.variants[0]
+
+    def _build(self) -> Variant:
+        update = capture_update(self._optimizer, self._params, self.step)
+        graph = self.step.graph.copy()
+        passes = training_passes(
+            max_norm=self._options.max_norm, nonfinite=self._options.nonfinite, update=update.graph
+        )
+        records = run_passes(graph, passes)
+        trained: dict[str, Tensor] = {key: self._params[key] for key in self.step.grad_keys}
+        return Variant(
+            update,
+            graph,
+            records,
+            OptimizerGuard(update, self._optimizer, trained),
+            Binding(graph, self._tensors, self._optimizer),
+            EagerExecutor(graph),
+        )

@@ -1,0 +1,123 @@
+"""Runs a step graph node by node, as generated Python that frees each value after its last use."""
+
+from __future__ import annotations
+
+import linecache
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph import StepGraph, effects_of
+
+_numbers = count()
+
+
+class EagerExecutor:
+    """Executes the nodes in the graph's order with the operators that eager would call.
+
+    The generated function takes the list of inputs and empties it, so that no reference but the caller's keeps an input
+    alive. After a gate that is not 0, nothing runs and outputs that would have been computed there are None.
+
+    Attributes:
+        source: the generated Python.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.source, namespace = _generate(graph)
+        name = f"<stepgraph step {next(_numbers)}>"
+        linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
+        exec(compile(self.source, name, "exec"), namespace)
+        self._run: Callable[[list[Any]], list[Any]] = namespace["run"]
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Runs the step on ``inputs`` (one for each placeholder, emptied) and returns the outputs."""
+        with torch.no_grad():
+            return self._run(inputs)
+
+
+def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
+    namespace: dict[str, Any] = {}
+    names: dict[fx.Node, str] = {}
+    constants = _Constants(namespace)
+    last_uses = _last_uses(graph)
+    placeholders = graph.placeholders
+    for i, node in enumerate(placeholders):
+        names[node] = f"i{i}"
+    lines = ["def run(inputs):"]
+    if placeholders:
+        lines += [f"    {', '.join(names[n] for n in placeholders)}, = inputs", "    inputs.clear()"]
+    unused = [names[n] for n in placeholders if not n.users]
+    lines += [f"    del {name}" for name in unused]
+    indent = "    "
+    behind_gate: list[fx.Node] = []
+    is_gated = False
+    for i, node in enumerate(graph.calls):
+        names[node] = f"v{i}"
+        args = [_literal(a, names, constants) for a in node.args]
+        args += [f"{k}={_literal(v, names, constants)}" for k, v in node.kwargs.items()]
+        function = constants.add(node.target, "f")
+        lines.append(f"{indent}{names[node]} = {function}({', '.join(args)})  # {node.meta['key'].name}")
+        if is_gated:
+            behind_gate.append(node)
+        freed = [names[n] for n in last_uses[node]]
+        if freed:
+            lines.append(f"{indent}del {', '.join(freed)}")
+        if effects_of(node).control:
+            lines.append(f"{indent}if {names[node]}.item() == 0:")
+            indent, is_gated = indent + "    ", True
+    if is_gated:
+        computed = [v for v in graph.output_values if isinstance(v, fx.Node) and v in behind_gate]
+        lines.append(f"{indent}pass")
+        if computed:
+            lines.append("    else:")
+            lines += [f"        {names[v]} = None" for v in computed]
+    returned = ", ".join(_literal(v, names, constants) for v in graph.output_values)
+    lines.append(f"    return [{returned}]")
+    return "\n".join(lines) + "\n", namespace
+
+
+def _last_uses(graph: StepGraph) -> dict[fx.Node, list[fx.Node]]:
+    """For each call, the values that nothing reads after it."""
+    kept = {v for v in graph.output_values if isinstance(v, fx.Node)}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.calls:
+        last[node] = node
+        for operand in node.all_input_nodes:
+            last[operand] = node
+    freed: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for value, user in last.items():
+        if value not in kept:
+            freed[user].append(value)
+    return freed
+
+
+class _Constants:
+    """Functions and argument values that have no literal form, by identity, as globals of the generated code."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._names: dict[int, str] = {}
+
+    def add(self, value: Any, prefix: str) -> str:
+        if id(value) not in self._names:
+            self._names[id(value)] = name = f"{prefix}{len(self._names)}"
+            self._namespace[name] = value
+        return self._names[id(value)]
+
+
+def _literal(value: Any, names: dict[fx.Node, str], constants: _Constants) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, list):
+        return "[" + ", ".join(_literal(v, names, constants) for v in value) + "]"
+    if isinstance(value, tuple):
+        return "(" + "".join(_literal(v, names, constants) + ", " for v in value) + ")"
+    if isinstance(value, float) and value in (float("inf"), float("-inf")) or value != value:
+        return f"float({str(value)!r})"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return constants.add(value, "c")

@@ -1,0 +1,45 @@
+"""What one call of a compiled step returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..graph.ops import NONFINITE_GRAD, NONFINITE_LOSS, NONFINITE_NORM
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one training step.
+
+    Attributes:
+        loss: 0-dim (or one element, as the model returned it), detached, on the parameters' device.
+        aux: what ``loss_fn`` returned beside the loss, detached; None where there is none.
+        grad_norm: 0-dim, the L2 norm of all gradients before clipping, in eager's dtype.
+        clip_factor: 0-dim in [0, 1], what the gradients were multiplied by; None without clipping.
+        skipped: whether the update was left out because something was not finite.
+        skip_reason: what was not finite, or None.
+        applied: whether this call changed the weights; gate a scheduler on it.
+        step: counts the calls, from 1.
+    """
+
+    loss: Tensor
+    aux: Any
+    grad_norm: Tensor
+    clip_factor: Tensor | None
+    skipped: bool
+    skip_reason: str | None
+    applied: bool
+    step: int
+
+
+def describe_nonfinite(code: int, grad_keys: list[str]) -> tuple[str, str | None]:
+    """Text and offending parameter for a code of ``stepgraph::nonfinite_code`` that is not 0."""
+    if code == NONFINITE_LOSS:
+        return "the loss is not finite", None
+    if code == NONFINITE_NORM:
+        return "every gradient is finite but their norm overflows", None
+    key = grad_keys[code - NONFINITE_GRAD]
+    return f"the gradient of {key} is not finite", key

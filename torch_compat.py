@@ -1,0 +1,182 @@
+"""Every private name of torch that stepgraph uses, with the version it was seen in.
+
+Nothing else in the package may import a name of torch that starts with an underscore, or reach into one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource  # seen in 2.13
+from torch._subclasses.fake_tensor import (  # seen in 2.13
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx  # seen in 2.13
+from torch.fx.experimental.symbolic_shapes import (  # seen in 2.13
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
+from torch.optim.optimizer import _default_to_fused_or_foreach  # seen in 2.13
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils import _foreach_utils as foreach_utils  # seen in 2.13
+from torch.utils import _pytree as pytree  # seen in 2.13
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # seen in 2.13
+from torch.utils.weak import WeakTensorKeyDictionary  # seen in 2.13
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "ShapeEnv",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "WeakTensorKeyDictionary",
+    "autograd_sequence_number",
+    "checkpoint_replaced",
+    "constant_of",
+    "default_foreach",
+    "device_and_dtype_groups",
+    "dispatch_modes_disabled",
+    "foreach_norm_by_default",
+    "free_unbacked_symbols",
+    "fused_optimizers_replaced",
+    "has_post_accumulate_hooks",
+    "hyper_scalar",
+    "invoke_tensor_hooks_of",
+    "make_fx",
+    "node_creation_observed",
+    "optimizer_hooks_of",
+    "pytree",
+    "storage_key",
+]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the storage behind ``tensor``; valid while the tensor is alive. ``_cdata`` seen in 2.13."""
+    return tensor.untyped_storage()._cdata
+
+
+def constant_of(fake: Tensor) -> Tensor | None:
+    """The real value of a fake tensor that is a known constant. ``FakeTensor.constant`` seen in 2.13."""
+    return cast("Tensor | None", getattr(fake, "constant", None))
+
+
+def dispatch_modes_disabled() -> contextlib.AbstractContextManager[Any]:
+    """Within the context, operators run for real although a trace is going on. Seen in 2.13."""
+    return cast("contextlib.AbstractContextManager[Any]", _disable_current_modes())
+
+
+def autograd_sequence_number() -> int:
+    """Sequence number that the next autograd node will get. ``_get_sequence_nr`` seen in 2.13."""
+    return torch.autograd._get_sequence_nr()
+
+
+@contextlib.contextmanager
+def node_creation_observed(on_create: Callable[[torch.fx.Node], None]) -> Iterator[None]:
+    """Within the context, calls ``on_create`` with every node that ``make_fx`` records."""
+    original = PythonKeyTracer.create_node
+
+    def create_node(self: PythonKeyTracer, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = original(self, *args, **kwargs)
+        on_create(node)
+        return node
+
+    PythonKeyTracer.create_node = create_node  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PythonKeyTracer.create_node = original  # type: ignore[method-assign]
+
+
+def hyper_scalar(fake: Tensor, value: float, name: str, shape_env: ShapeEnv) -> Any:
+    """Makes ``fake.item()`` a symbol that stands for ``value``: a branch on it becomes a guard of ``shape_env``.
+
+    ``item_memo`` and ``create_unspecified_symbol`` seen in 2.13.
+    """
+    source = ConstantSource(name)
+    symbol = shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    scalar = shape_env.create_symfloatnode(symbol, hint=value, source=source)
+    fake.item_memo = scalar  # type: ignore[attr-defined]
+    return fake.item(), symbol
+
+
+@contextlib.contextmanager
+def fused_optimizers_replaced(replacements: dict[str, Callable[..., None]]) -> Iterator[None]:
+    """Within the context, ``torch._fused_adam_`` and the like are the given functions, by name. Seen in 2.13."""
+    originals = {name: getattr(torch, name) for name in replacements}
+    try:
+        for name, replacement in replacements.items():
+            setattr(torch, name, replacement)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+@contextlib.contextmanager
+def checkpoint_replaced(non_reentrant: Callable[..., Iterator[None]], reentrant: Callable[..., Any]) -> Iterator[None]:
+    """Within the context, checkpointed regions run through the given functions.
+
+    torch's internals are replaced and not ``checkpoint`` itself, since libraries keep references to it.
+    ``_checkpoint_without_reentrant_generator`` and ``CheckpointFunction.apply`` seen in 2.13.
+    """
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    function = torch_checkpoint.CheckpointFunction
+    had_own_apply = "apply" in function.__dict__
+    own_apply = function.__dict__.get("apply")
+    torch_checkpoint._checkpoint_without_reentrant_generator = non_reentrant  # type: ignore[assignment]
+    function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator = generator
+        if had_own_apply:
+            function.apply = own_apply  # type: ignore[method-assign,assignment]
+        else:
+            del function.apply
+
+
+def default_foreach(params: list[Tensor]) -> bool:
+    """Whether an optimizer that was not told takes its foreach implementation for these (real) parameters."""
+    _, foreach = _default_to_fused_or_foreach(params, differentiable=False, use_fused=False)
+    return bool(foreach)
+
+
+def foreach_norm_by_default(device: torch.device) -> bool:
+    """Whether torch's own gradient clipping takes foreach kernels for plain tensors on ``device``."""
+    return foreach_utils._device_has_foreach_support(device)
+
+
+def device_and_dtype_groups(specs: list[tuple[torch.device, torch.dtype]]) -> list[list[int]]:
+    """Positions of ``specs`` in the groups, and the order of groups, in which eager's total norm visits them."""
+    stand_ins = [torch.empty(0, device=device, dtype=dtype) for device, dtype in specs]
+    groups = foreach_utils._group_tensors_by_device_and_dtype([stand_ins], with_indices=True)  # type: ignore[list-item]
+    return [list(indices) for _, indices in groups.values()]
+
+
+def has_post_accumulate_hooks(param: Tensor) -> bool:
+    """``_post_accumulate_grad_hooks`` seen in 2.13."""
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def invoke_tensor_hooks_of(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """The hooks that ``param.register_hook`` registered. ``_backward_hooks`` seen in 2.13."""
+    return list((param._backward_hooks or {}).values())
+
+
+def optimizer_hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Which kinds of step hooks the optimizer has. Attribute names seen in 2.13."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return [kind for kind in kinds if getattr(optimizer, kind, None)]
