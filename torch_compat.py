@@ -27,9 +27,9 @@ from torch.fx.experimental.symbolic_shapes import (  # seen in 2.13
     free_unbacked_symbols,
 )
 from torch.optim.optimizer import _default_to_fused_or_foreach  # seen in 2.13
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils import _foreach_utils as foreach_utils  # seen in 2.13
 from torch.utils import _pytree as pytree  # seen in 2.13
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # seen in 2.13
 from torch.utils.weak import WeakTensorKeyDictionary  # seen in 2.13
 
@@ -65,7 +65,7 @@ __all__ = [
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage behind ``tensor``; valid while the tensor is alive. ``_cdata`` seen in 2.13."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def constant_of(fake: Tensor) -> Tensor | None:
@@ -80,7 +80,7 @@ def dispatch_modes_disabled() -> contextlib.AbstractContextManager[Any]:
 
 def autograd_sequence_number() -> int:
     """Sequence number that the next autograd node will get. ``_get_sequence_nr`` seen in 2.13."""
-    return torch.autograd._get_sequence_nr()
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 @contextlib.contextmanager
@@ -136,7 +136,7 @@ def checkpoint_replaced(non_reentrant: Callable[..., Iterator[None]], reentrant:
     function = torch_checkpoint.CheckpointFunction
     had_own_apply = "apply" in function.__dict__
     own_apply = function.__dict__.get("apply")
-    torch_checkpoint._checkpoint_without_reentrant_generator = non_reentrant  # type: ignore[assignment]
+    torch_checkpoint._checkpoint_without_reentrant_generator = non_reentrant
     function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
     try:
         yield

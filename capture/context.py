@@ -124,7 +124,7 @@ def user_source_line() -> str | None:
 
 def is_internal_file(filename: str) -> bool:
     """Whether a source file belongs to torch, to stepgraph, or to Python itself."""
-    return filename.startswith((_TORCH_DIR, *_OWN_DIRS)) or filename.startswith("<") or filename in _STDLIB_FILES
+    return filename.startswith((_TORCH_DIR, *_OWN_DIRS, "<")) or filename in _STDLIB_FILES
 
 
 _STDLIB_FILES = frozenset({contextlib.__file__})

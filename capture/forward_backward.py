@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import CaptureError, StepGraphWarning
-from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph, family_of
+from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, StepGraph, family_of
 from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, invoke_tensor_hooks_of, make_fx, pytree
 from .batch import FlatBatch, LossCall
 from .context import TraceContext
@@ -236,7 +236,6 @@ class _Trace:
         step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode, regions=self.recorder.regions)
         lift_constants(step_graph, graph_module)
         for node in step_graph.calls:
-            node.meta.setdefault("val", None)  # make_fx leaves it out where a backward formula returned no tensor
             step_graph.assign_key(node, node.meta.pop("module"), family_of(node.target), node.meta["phase"])
         own_gradients(step_graph)
         step_graph.drop_unused_inputs([InputRole.BUFFER, InputRole.CONSTANT])

@@ -32,7 +32,7 @@ class KnownValues(TorchDispatchMode):
     """Follows a trace and keeps the real value of every fake tensor that depends on nothing but constants."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._values: Any = WeakTensorKeyDictionary()
 
     def is_known(self, value: Any) -> bool:

@@ -147,18 +147,21 @@ class _ModuleRecord:
         self.module = module
         self.attributes = {k: v for k, v in module.__dict__.items() if k not in _MODULE_INTERNALS or k == "training"}
         self.containers = {k: v.copy() for k, v in self.attributes.items() if type(v) in (list, dict, set)}
-        self.registered = [(d, dict(d)) for d in (module._parameters, module._buffers, module._modules)]
+        self.registered: list[tuple[Any, dict[str, Any]]] = [
+            (d, dict(d)) for d in (module._parameters, module._buffers, module._modules)
+        ]
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         now = self.module.__dict__
         for name, value in now.items():
             if name in _MODULE_INTERNALS and name != "training":
                 continue
-            if name not in self.attributes or (
-                value is not self.attributes[name] and not _equal(value, self.attributes[name])
+            if (
+                name not in self.attributes
+                or (value is not self.attributes[name] and not _equal(value, self.attributes[name]))
+                or name in self.containers
+                and not _same_contents(value, self.containers[name])
             ):
-                yield name, value
-            elif name in self.containers and not _same_contents(value, self.containers[name]):
                 yield name, value
 
     def restore(self) -> None:
@@ -173,9 +176,9 @@ class _ModuleRecord:
             else:
                 value.clear()
                 value.update(contents)
-        for target, contents in self.registered:
-            target.clear()
-            target.update(contents)
+        for registered, saved in self.registered:
+            registered.clear()
+            registered.update(saved)
 
 
 def _equal(a: Any, b: Any) -> bool:

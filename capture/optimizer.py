@@ -131,6 +131,7 @@ class _UpdateTrace:
         self.grads = {key: node.meta["val"] for key, node in step.graph.output_nodes(OutputRole.GRAD).items()}
         self.fakes = step.fakes
         self.mode = step.graph.fake_mode
+        assert self.mode.shape_env is not None
         self.env = self.mode.shape_env
         self.guards_before = len(self.env.guards)
         self.context = TraceContext(torch.nn.Module())

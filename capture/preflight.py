@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..device import require_supported
 from ..errors import CaptureError, ConfigError, NotYetError
@@ -51,7 +52,7 @@ def check_model(model: nn.Module, tensors: ModuleTensors) -> torch.device:
 
 
 def _check_parameter(key: str, param: Tensor) -> None:
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if isinstance(param, UninitializedParameter):
         raise CaptureError(
             f"parameter {key!r} is lazy and has no shape yet.",
             module_path=key.rpartition(".")[0],

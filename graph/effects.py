@@ -6,9 +6,6 @@ One table, asked by every pass and by the verifier. Neither the schema nor ``Nod
 
 from __future__ import annotations
 
-import builtins
-import math
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +80,7 @@ _CHECKS = (
     "aten::_print",
 )
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "stepgraph")
-_PURE_FUNCTION_MODULES = (operator, math, builtins)
+_SCALAR_MODULES = ("operator", "_operator", "math", "builtins")
 
 
 def effects_of(node: fx.Node) -> Effects:
@@ -100,13 +97,10 @@ def effects_of(node: fx.Node) -> Effects:
 
 def is_scalar_function(target: Any) -> bool:
     """Whether ``target`` is a Python function on numbers or tuples, such as ``operator.mul`` or ``torch.sym_sqrt``."""
-    if getattr(torch, getattr(target, "__name__", ""), None) is target and target.__name__.startswith(
-        ("sym_", "_sym_")
-    ):
+    name = getattr(target, "__name__", "")
+    if name.startswith(("sym_", "_sym_")) and getattr(torch, name, None) is target:
         return True
-    module = getattr(target, "__module__", None) or ""
-    names = {m.__name__ for m in _PURE_FUNCTION_MODULES} | {"_operator"}
-    return module in names and callable(target)
+    return callable(target) and getattr(target, "__module__", None) in _SCALAR_MODULES
 
 
 def _effects_of_overload(node: fx.Node, target: torch._ops.OpOverload) -> Effects:
@@ -178,10 +172,26 @@ def picks_indices(node: fx.Node) -> bool:
 
 
 _INDEX_PICKING: frozenset[str] = frozenset(
-    f"aten::{name}"
-    for name in (
-        "topk sort argsort argmax argmin kthvalue mode median nanmedian max_pool2d_with_indices "
-        "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d nonzero "
-        "unique_consecutive _unique2 unique_dim multinomial msort"
-    ).split()
+    {
+        "aten::topk",
+        "aten::sort",
+        "aten::argsort",
+        "aten::msort",
+        "aten::argmax",
+        "aten::argmin",
+        "aten::kthvalue",
+        "aten::mode",
+        "aten::median",
+        "aten::nanmedian",
+        "aten::max_pool2d_with_indices",
+        "aten::max_pool3d_with_indices",
+        "aten::adaptive_max_pool2d",
+        "aten::adaptive_max_pool3d",
+        "aten::fractional_max_pool2d",
+        "aten::nonzero",
+        "aten::unique_consecutive",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::multinomial",
+    }
 )

@@ -69,10 +69,14 @@ def _define_twin(kernel: str) -> Callable[..., None]:
     name = kernel.removeprefix("_")
     _library.define(f"{name}({declared}) -> ()")
 
-    def run(*args: Any, **kwargs: Any) -> None:
-        overload(*args, **kwargs)
+    positional = sum(not a.kwarg_only for a in arguments)
+
+    def run(*args: Any) -> None:
+        names = [a.name for a in arguments[positional:]]
+        overload(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 
     _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, lambda *args: None, "Meta")  # or else a fake run would read the symbols
     twin = getattr(torch.ops.stepgraph, name)
 
     def replacement(*args: Any, grad_scale: None = None, found_inf: None = None, **kwargs: Any) -> None:

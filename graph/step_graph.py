@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -105,13 +105,15 @@ class StepGraph:
         for node in self.graph.nodes:
             key = node.meta.get("key")
             if key is not None and name in (key.name, str(key)):
-                return node
+                return cast(fx.Node, node)
         raise KeyError(f"no node has the key {name!r}")
 
     def assign_key(self, node: fx.Node, module: str, family: str, phase: Phase) -> LogicalKey:
         """Gives ``node`` the next free key of its (module, family, phase)."""
         slot = (module, family, phase)
-        shape, dtype = type_of(node.meta.get("val"))
+        shape, dtype = type_of(
+            node.meta.setdefault("val", None)
+        )  # make_fx leaves it out where an operator returns nothing
         key = LogicalKey(module, family, self._ordinals[slot], phase, shape, dtype)
         self._ordinals[slot] += 1
         node.meta["key"] = key

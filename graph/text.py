@@ -32,8 +32,8 @@ def format_graph(step_graph: StepGraph) -> str:
             lines.append(f"{phase}:")
         lines.append("  " + format_node(node, names))
     lines.append("outputs:")
-    for value, spec in zip(step_graph.output_values, step_graph.outputs, strict=True):
-        lines.append(f"  {format_operand(value, names)}  | {spec}")
+    for value, meaning in zip(step_graph.output_values, step_graph.outputs, strict=True):
+        lines.append(f"  {format_operand(value, names)}  | {meaning}")
     return "\n".join(lines)
 
 

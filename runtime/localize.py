@@ -37,7 +37,7 @@ class _Call:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,10 +113,9 @@ def _record_eager(
 ) -> tuple[list[_Call], list[_Call], list[_Call]]:
     held = {id(p) for group in sandbox.optimizer.param_groups for p in group["params"]}
     trained = [p for p in sandbox.model.parameters() if id(p) in held]
-    with regions_run_once(sandbox.model):
-        with _Recorder() as forward_backward:
-            loss, _ = call(sandbox.model, sandbox.batch)
-            grads = torch.autograd.grad(loss, [p for p in trained if p.requires_grad], allow_unused=True)
+    with regions_run_once(sandbox.model), _Recorder() as forward_backward:
+        loss, _ = call(sandbox.model, sandbox.batch)
+        grads = torch.autograd.grad(loss, [p for p in trained if p.requires_grad], allow_unused=True)
     for param, grad in zip([p for p in trained if p.requires_grad], grads, strict=True):
         param.grad = None if grad is None else grad.clone()
     with _Recorder() as clipping:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
 import stepgraph as sg
+import torch
 
 from . import fixtures, oracle, zoo
 
