@@ -19,7 +19,6 @@ from .capture import (
     capture_forward_backward,
     check_model,
     check_optimizer,
-    flat_leaves,
     flatten_batch,
     tensors_of,
     varying_leaves,
@@ -28,6 +27,7 @@ from .errors import ConfigError, NonFiniteError, NotYetError, StepGraphWarning
 from .graph import OutputRole, StepGraph
 from .runtime import (
     CompiledBatch,
+    MembershipGuard,
     ModelGuard,
     StepOptions,
     StepResult,
@@ -114,8 +114,9 @@ def compile_train_step(
         lowering=(lowering, lowering in ("auto", "eager")),
         log=(log, log is None),
     )
-    if max_norm is not None and not (max_norm >= 0 and math.isfinite(max_norm)):
-        raise ConfigError(f"max_norm must be a finite number >= 0 (0 or None: off), got {max_norm}")
+    is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (is_number and max_norm >= 0 and math.isfinite(max_norm)):
+        raise ConfigError(f"max_norm must be a finite number >= 0 (0 or None: off), got {max_norm!r}")
     options = StepOptions(max_norm=float(max_norm) if max_norm else None, nonfinite=nonfinite)
     call = LossCall(loss_fn, criterion)
     return TrainStep(model, optimizer, call, options, plan=str(plan), verify_first=verify == "first")
@@ -166,7 +167,8 @@ class TrainStep:
         self._plan = plan
         self._verify_first = verify_first
         self._guard = ModelGuard(model, self._tensors)
-        self._cache: dict[Hashable, CompiledBatch] = {}
+        self._members = MembershipGuard(optimizer)
+        self._cache: dict[tuple[Hashable, int, int], CompiledBatch] = {}
         self._current: tuple[CompiledBatch, Variant] | None = None
         self._calls = 0
         self._last_norm: Tensor | None = None
@@ -183,9 +185,8 @@ class TrainStep:
             raise NotYetError("weight= belongs to accumulation, which is not implemented yet; leave it out.")
         if self._verify_first and self._calls == 0:
             self._report_verification(self.verify(batch))
-        compiled, variant, leaves = self._compiled_for(batch)
-        outputs = variant.executor(variant.binding.inputs([leaves[i] for i in compiled.batch_positions]))
-        del leaves
+        compiled, variant, flat = self._compiled_for(batch)
+        outputs = variant.executor(variant.binding.inputs([flat.leaves[i] for i in compiled.batch_positions]))
         self._calls += 1
         return self._finish(compiled, variant, outputs)
 
@@ -218,14 +219,15 @@ class TrainStep:
         return self._last_norm
 
     def verify(self, batch: Any) -> VerifyReport:
-        """Runs eager beside the graph on copies and says whether every bit agrees.
+        """Runs eager beside the graph and says whether every bit agrees.
 
         Compares the loss, aux, the gradient norm, every parameter, buffer and optimizer state entry, and the random
-        streams. Where they differ, names the first node whose value differs by its logical key. Changes nothing; needs
-        memory for two copies of model and optimizer.
+        streams. Where they differ, names the first node whose value differs by its logical key. Both run on the model and
+        the optimizer themselves and are undone; afterwards nothing has changed. Needs memory for three copies of parameters,
+        buffers and optimizer state.
         """
-        compiled, variant, _ = self._compiled_for(batch)
-        return verify_step(self.model, self.optimizer, self._call, compiled, variant, batch, self._options.max_norm)
+        compiled, variant, flat = self._compiled_for(batch)
+        return verify_step(self.model, self.optimizer, self._call, compiled, variant, flat, self._options.max_norm)
 
     def report(self) -> str:
         """What was captured, what the passes did, and what the user should know."""
@@ -243,26 +245,26 @@ class TrainStep:
             lines.append(f"first step: {self.last_verification}")
         return "\n".join(lines)
 
-    def _compiled_for(self, batch: Any) -> tuple[CompiledBatch, Variant, list[Any]]:
+    def _compiled_for(self, batch: Any) -> tuple[CompiledBatch, Variant, FlatBatch]:
         self._guard.check()
-        leaves, spec = flat_leaves(batch)
-        signature = (batch_signature(leaves, spec, self._device), self._guard.signature())
-        compiled = self._cache.get(signature)
-        if compiled is None:
-            compiled = self._capture(FlatBatch(leaves, spec, flatten_batch(batch).paths), signature)
+        flat = flatten_batch(batch)
+        signature = (batch_signature(flat, self._device), self._guard.signature(), self._members.signature())
+        compiled = self._cache.get(signature) or self._capture(flat, signature)
         variant = compiled.variant()
         self._current = (compiled, variant)
-        return compiled, variant, leaves
+        return compiled, variant, flat
 
-    def _capture(self, batch: FlatBatch, signature: Hashable) -> CompiledBatch:
+    def _capture(self, batch: FlatBatch, signature: tuple[Hashable, int, int]) -> CompiledBatch:
+        tensors = tensors_of(self.model)  # buffers may have been replaced, and hooks added, since the last capture
+        check_model(self.model, tensors)
+        check_optimizer(self.optimizer, tensors)
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        step = capture_forward_backward(self.model, self._tensors, trained, self._call, batch)
-        positions = [i for i, leaf in enumerate(batch.leaves) if isinstance(leaf, Tensor)]
-        compiled = CompiledBatch(step, positions, self._tensors, self.optimizer, self._options)
+        step = capture_forward_backward(self.model, tensors, trained, self._call, batch)
+        compiled = CompiledBatch(step, batch.tensor_positions, tensors, self.optimizer, self._options)
         compiled.variant()
         self._cache[signature] = compiled
         if len(self._cache) == CAPTURES_BEFORE_WARNING:
-            varying = varying_leaves(batch.paths, [s[0] for s in self._cache])  # type: ignore[index]
+            varying = varying_leaves(batch.paths, [s[0] for s in self._cache])
             warnings.warn(
                 StepGraphWarning(
                     f"{len(self._cache)} captures so far, each for another kind of batch or state of the model. "

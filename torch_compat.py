@@ -52,9 +52,10 @@ __all__ = [
     "foreach_norm_by_default",
     "free_unbacked_symbols",
     "fused_optimizers_replaced",
+    "hooks_of_all",
     "has_post_accumulate_hooks",
     "hyper_scalar",
-    "invoke_tensor_hooks_of",
+    "tensor_hooks_of",
     "make_fx",
     "node_creation_observed",
     "optimizer_hooks_of",
@@ -171,7 +172,15 @@ def has_post_accumulate_hooks(param: Tensor) -> bool:
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def invoke_tensor_hooks_of(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+def hooks_of_all(params: list[Tensor]) -> list[tuple[int, ...]]:
+    """Identities of the hooks on each of ``params``; empty where none has any. Attribute names seen in 2.13."""
+    both = [p._backward_hooks for p in params], [getattr(p, "_post_accumulate_grad_hooks", None) for p in params]
+    if all(hooks.count(None) == len(hooks) for hooks in both):
+        return []
+    return [tuple(id(hook) for hook in (hooks or {}).values()) for kind in both for hooks in kind]
+
+
+def tensor_hooks_of(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """The hooks that ``param.register_hook`` registered. ``_backward_hooks`` seen in 2.13."""
     return list((param._backward_hooks or {}).values())
 

@@ -3,12 +3,12 @@
 from .batch import FlatBatch as FlatBatch
 from .batch import LossCall as LossCall
 from .batch import batch_signature as batch_signature
-from .batch import flat_leaves as flat_leaves
 from .batch import flatten_batch as flatten_batch
 from .batch import varying_leaves as varying_leaves
 from .forward_backward import CapturedStep as CapturedStep
 from .forward_backward import capture_forward_backward as capture_forward_backward
 from .module_tensors import HeldTensor as HeldTensor
+from .module_tensors import ModuleState as ModuleState
 from .module_tensors import ModuleTensors as ModuleTensors
 from .module_tensors import tensors_of as tensors_of
 from .optimizer import CapturedUpdate as CapturedUpdate

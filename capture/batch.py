@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,31 +96,55 @@ class FlatBatch:
 
     Attributes:
         leaves: tensors and constants, in pytree order.
-        spec: what puts them back together.
-        paths: the pytree path of each leaf, such as ``input_ids`` or ``0``.
+        spec: structure of the batch; hashable.
+        source: the batch itself.
     """
 
     leaves: list[Any]
-    spec: Any
-    paths: list[str]
+    spec: Hashable
+    source: Any
+
+    @property
+    def paths(self) -> list[str]:
+        """The pytree path of each leaf, such as ``input_ids`` or ``0``."""
+        return [_path_name(path) for path, _ in pytree.tree_flatten_with_path(_plain(self.source))[0]]
+
+    @property
+    def tensor_positions(self) -> list[int]:
+        """Which leaves are tensors."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+
+    def rebuilt(self, leaves: list[Any]) -> Any:
+        """A batch of the same structure and type that holds ``leaves``."""
+        plain = pytree.tree_unflatten(leaves, self.spec[1])  # type: ignore[index]
+        if not _is_foreign_mapping(self.source):
+            return plain
+        rebuilt = copy.copy(self.source)
+        for name, value in plain.items():
+            rebuilt[name] = value
+        return rebuilt
+
+    def copied(self) -> Any:
+        """A batch with copies of the tensors."""
+        return self.rebuilt([_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
 
 
 def flatten_batch(batch: Any) -> FlatBatch:
-    """Flattens ``batch``. A mapping that is no registered pytree (HF's ``BatchEncoding``) is taken as a dict."""
-    with_paths, spec = pytree.tree_flatten_with_path(_plain(batch))
-    paths = [_path_name(path) for path, _ in with_paths]
-    return FlatBatch([leaf for _, leaf in with_paths], spec, paths)
-
-
-def flat_leaves(batch: Any) -> tuple[list[Any], Any]:
-    """Leaves and spec alone: the part of :func:`flatten_batch` that every call pays for."""
-    return pytree.tree_flatten(_plain(batch))
+    """Flattens ``batch``. A mapping that is no registered pytree (HF's ``BatchEncoding``) is flattened as a dict is."""
+    leaves, spec = pytree.tree_flatten(_plain(batch))
+    return FlatBatch(leaves, (type(batch), spec), batch)
 
 
 def _plain(batch: Any) -> Any:
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        return dict(batch)
-    return batch
+    return dict(batch) if _is_foreign_mapping(batch) else batch
+
+
+def _is_foreign_mapping(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and not isinstance(batch, dict)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _path_name(path: tuple[Any, ...]) -> str:
@@ -127,12 +152,12 @@ def _path_name(path: tuple[Any, ...]) -> str:
     return ".".join(names) or "batch"
 
 
-def batch_signature(leaves: list[Any], spec: Any, device: torch.device) -> Hashable:
+def batch_signature(batch: FlatBatch, device: torch.device) -> Hashable:
     """What a capture bakes in of a batch: structure, tensor metadata, and the value of everything else.
 
     A meta tensor, as ``prepare`` may be given, stands for one on ``device``.
     """
-    return (spec, tuple([_leaf_signature(leaf, device) for leaf in leaves]))
+    return (batch.spec, tuple([_leaf_signature(leaf, device) for leaf in batch.leaves]))
 
 
 def _leaf_signature(leaf: Any, device: torch.device) -> Hashable:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import CaptureError, StepGraphWarning
 from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, StepGraph, family_of
-from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, invoke_tensor_hooks_of, make_fx, pytree
+from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, make_fx, pytree, tensor_hooks_of
 from .batch import FlatBatch, LossCall
 from .context import TraceContext
 from .failures import capture_error
@@ -64,7 +64,6 @@ def capture_forward_backward(
     state = ModuleState(model)
     try:
         graph_module = trace.run()
-        trace.check_python_state(state)
     except Exception as error:
         raise capture_error(error, trace.context, "the model") from error
     finally:
@@ -85,8 +84,7 @@ class _Trace:
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self.held = tensors.all
         self.trained = [h for h in tensors.params if h.tensor.requires_grad and id(h.tensor) in trained_ids]
-        self.batch_tensors = [i for i, leaf in enumerate(batch.leaves) if isinstance(leaf, Tensor)]
-        self.rebound: list[HeldTensor] = []
+        self.batch_tensors = batch.tensor_positions
         self.used: list[HeldTensor] = []
         self.aux_spec: Any = None
         self.aux_constants: dict[int, Any] = {}
@@ -123,7 +121,7 @@ class _Trace:
         for position, tensor in zip(self.batch_tensors, flat[len(self.held) :], strict=True):
             leaves[position] = tensor
         for held in self.tensors.params:
-            for hook in invoke_tensor_hooks_of(held.tensor):
+            for hook in tensor_hooks_of(held.tensor):
                 stand_ins[id(held.tensor)].register_hook(hook)
         known = KnownValues()
         with (
@@ -133,7 +131,9 @@ class _Trace:
             libraries_told(known),
             known,
         ):
-            loss, aux = self.call(self.model, pytree.tree_unflatten(leaves, self.batch.spec))
+            before = ModuleState(self.model)
+            loss, aux = self.call(self.model, self.batch.rebuilt(leaves))
+            self._check_python_state(before)
             self._check_loss(loss)
             aux_leaves, self.aux_spec = pytree.tree_flatten(aux)
             self.context.follow_backward(loss)
@@ -185,9 +185,10 @@ class _Trace:
 
     def _write_back_rebound(self, stand_ins: dict[int, Tensor]) -> None:
         """A buffer that forward replaced by a new tensor (``self.n = self.n + 1``) is copied into the real one."""
+        rebound = []
         for held in self.tensors.buffers + self.tensors.attributes:
             now, before = held.current(), stand_ins[id(held.tensor)]
-            if now is before or not isinstance(now, Tensor):
+            if now is before:
                 continue
             if now.shape != before.shape or now.dtype != before.dtype or now.device != before.device:
                 raise CaptureError(
@@ -196,24 +197,32 @@ class _Trace:
                     module_path=held.key.rpartition(".")[0],
                     remedy="keep its shape, dtype and device, or write it in place",
                 )
-            with torch.no_grad():
-                before.copy_(now)
-            self.rebound.append(held)
+            rebound.append((before, now))
+        with torch.no_grad():
+            values = [
+                now.clone() if len(rebound) > 1 else now for _, now in rebound
+            ]  # they may hold each other's values
+            for (before, _), value in zip(rebound, values, strict=True):
+                before.copy_(value)
 
-    def check_python_state(self, state: ModuleState) -> None:
-        """Refuses tensors that forward leaves behind in Python attributes; reports other changes."""
-        known = {name for held in self.held for name in held.names}
+    def _check_python_state(self, before: ModuleState) -> None:
+        """Refuses tensors that appear in or vanish from attributes; reports other changes."""
+        held = {name for h in self.held for name in h.names}
         changed = []
-        for path, value in state.changed_attributes():
-            if path in known or any(name.startswith(path + ".") for name in known):
+        for path, value in before.changed_attributes():
+            if path in held:
+                what = f"forward takes the tensor {path!r} away"
+            elif any(isinstance(v, Tensor) for v in pytree.tree_leaves(value)):
+                what = f"forward stores a tensor in {path!r}, which held none before"
+            else:
+                changed.append(path)
                 continue
-            if any(isinstance(v, Tensor) for v in pytree.tree_leaves(value)):
-                raise CaptureError(
-                    f"forward stores a tensor in the plain attribute {path!r}. The graph could not hand it to later steps.",
-                    module_path=path.rpartition(".")[0],
-                    remedy="register it as a buffer (register_buffer(..., persistent=False)), or return it as aux",
-                )
-            changed.append(path)
+            raise CaptureError(
+                what + ". The graph could not hand it to later steps.",
+                module_path=path.rpartition(".")[0],
+                remedy="register a buffer of its shape before compiling (register_buffer(..., persistent=False)) and write "
+                "that, or return the value as aux",
+            )
         if changed:
             note = (
                 f"forward changes Python state ({', '.join(changed)}); the compiled step runs with the values seen at capture "
@@ -226,7 +235,8 @@ class _Trace:
         graph = graph_module.graph
         drop_profiler_marks(graph)
         inputs = [_spec_of(h) for h in self.held]
-        inputs += [InputSpec(InputRole.BATCH, self.batch.paths[i]) for i in self.batch_tensors]
+        paths = self.batch.paths
+        inputs += [InputSpec(InputRole.BATCH, paths[i]) for i in self.batch_tensors]
         grad_keys = [h.key for h in self.used]
         outputs = [OutputSpec(OutputRole.LOSS)]
         outputs += [OutputSpec(OutputRole.AUX, str(i)) for i in range(self.aux_count)]

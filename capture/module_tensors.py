@@ -7,6 +7,8 @@ keeps a list of its weights) are found too. Everything is restored afterwards, w
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,66 +127,89 @@ class ModuleState:
     """What a model's modules held at one moment: tensors, plain attributes, and the contents of plain containers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [(path, module) for path, module in model.named_modules()]
-        self._saved = [_ModuleRecord(module) for _, module in self._modules]
+        self._records = [_ModuleRecord(path, module) for path, module in model.named_modules()]
 
     def restore(self) -> None:
         """Puts everything back."""
-        for record in self._saved:
+        for record in self._records:
             record.restore()
 
     def changed_attributes(self) -> list[tuple[str, Any]]:
-        """Plain attributes that differ from the record: their path and what they hold now."""
-        return [
-            (_join(path, name), value)
-            for (path, _), record in zip(self._modules, self._saved, strict=True)
-            for name, value in record.changes()
-        ]
+        """Attributes and registered tensors that are new, gone or changed: their path and what they hold now.
+
+        A tensor that was replaced by another tensor does not count: that is how tensors are swapped for a trace.
+        """
+        return [change for record in self._records for change in record.changes()]
 
 
 class _ModuleRecord:
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
         self.module = module
         self.attributes = {k: v for k, v in module.__dict__.items() if k not in _MODULE_INTERNALS or k == "training"}
-        self.containers = {k: v.copy() for k, v in self.attributes.items() if type(v) in (list, dict, set)}
+        self.containers = {name: list(_containers_in(value)) for name, value in self.attributes.items()}
         self.registered: list[tuple[Any, dict[str, Any]]] = [
             (d, dict(d)) for d in (module._parameters, module._buffers, module._modules)
         ]
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         now = self.module.__dict__
-        for name, value in now.items():
+        for name in dict.fromkeys([*self.attributes, *now]):
             if name in _MODULE_INTERNALS and name != "training":
                 continue
-            if (
-                name not in self.attributes
-                or (value is not self.attributes[name] and not _equal(value, self.attributes[name]))
-                or name in self.containers
-                and not _same_contents(value, self.containers[name])
-            ):
-                yield name, value
+            if self._has_changed(name):
+                yield _join(self.path, name), now.get(name)
+        for registered, saved in self.registered:
+            for name in dict.fromkeys([*saved, *registered]):
+                if (saved.get(name) is None) != (registered.get(name) is None):
+                    yield _join(self.path, name), registered.get(name)
+
+    def _has_changed(self, name: str) -> bool:
+        now = self.module.__dict__
+        if name not in self.attributes or name not in now:
+            return True
+        if now[name] is not self.attributes[name] and not _equal(now[name], self.attributes[name]):
+            return True
+        return any(not _same_contents(container, saved) for container, saved in self.containers[name])
 
     def restore(self) -> None:
         now = self.module.__dict__
         for name in [n for n in now if n not in self.attributes and n not in _MODULE_INTERNALS]:
             del now[name]
         now.update(self.attributes)
-        for name, contents in self.containers.items():
-            value = self.attributes[name]
-            if type(value) is list:
-                value[:] = contents
-            else:
-                value.clear()
-                value.update(contents)
+        for saved_containers in self.containers.values():
+            for container, saved in saved_containers:
+                _refill(container, saved)
         for registered, saved in self.registered:
             registered.clear()
             registered.update(saved)
 
 
+def _containers_in(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """The mutable containers in a value, innermost last, each with a copy of its contents."""
+    if not isinstance(value, (list, dict, set, deque, tuple)) or depth > _DEEPEST_CONTAINER:
+        return
+    if not isinstance(value, tuple):
+        yield value, copy.copy(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _containers_in(item, depth + 1)
+
+
+_DEEPEST_CONTAINER = 8
+
+
+def _refill(container: Any, saved: Any) -> None:
+    if isinstance(container, list):
+        container[:] = saved
+        return
+    container.clear()
+    container.extend(saved) if isinstance(container, deque) else container.update(saved)
+
+
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, (bool, int, float, str, torch.dtype, torch.device, type(None))):
         return type(a) is type(b) and a == b
-    return False
+    return isinstance(a, Tensor) and isinstance(b, Tensor)
 
 
 def _same_contents(a: Any, b: Any) -> bool:
@@ -192,9 +217,9 @@ def _same_contents(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, dict):
         return all(k in b and (b[k] is v or _equal(v, b[k])) for k, v in a.items())
-    if isinstance(a, list):
-        return all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
+    if isinstance(a, set):
+        return bool(a == b)
+    return all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @contextlib.contextmanager

@@ -81,12 +81,9 @@ def _is_number(value: Any) -> bool:
 
 
 def group_constants(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
-    """What is baked into an update besides hyperparameters: flags and strings of the groups, and their parameters."""
+    """What is baked into an update besides hyperparameters and membership: flags and strings of the groups."""
     return tuple(
-        (
-            tuple([id(p) for p in group["params"]]),
-            tuple([(k, v) for k, v in group.items() if v is None or isinstance(v, (bool, str))]),
-        )
+        tuple([(k, v) for k, v in group.items() if v is None or isinstance(v, (bool, str))])
         for group in optimizer.param_groups
     )
 

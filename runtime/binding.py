@@ -3,64 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..capture import CapturedUpdate, HeldTensor, ModuleTensors, group_constants, hypers_of, state_signature
+from ..capture import HeldTensor, ModuleTensors
 from ..errors import GuardError
 from ..graph import InputRole, OutputRole, StepGraph
-
-
-class OptimizerGuard:
-    """Whether a traced update still fits the optimizer: its state, flags and hyperparameters."""
-
-    def __init__(self, update: CapturedUpdate, optimizer: torch.optim.Optimizer, params: dict[str, Tensor]) -> None:
-        self._update = update
-        self._optimizer = optimizer
-        self._params = params
-        self._state_signature = state_signature(optimizer, params)
-        self._watched: list[tuple[Tensor, dict[str, Any] | None, int]] = []
-        self._groups: Any = None
-        self._values: list[tuple[str, Any]] = []
-        self._watch_state()
-
-    def matches(self) -> bool:
-        """Whether the update graph is right for the optimizer as it is now."""
-        return self._state_matches() and self._groups_match()
-
-    def _watch_state(self) -> None:
-        state = self._optimizer.state
-        self._watched = [(p, state.get(p), len(state.get(p, ()))) for p in self._params.values()]
-
-    def _state_matches(self) -> bool:
-        get = self._optimizer.state.get
-        for param, entries, size in self._watched:
-            now = get(param)
-            if now is not entries or (now is not None and len(now) != size):
-                break
-        else:
-            return True
-        if state_signature(self._optimizer, self._params) != self._state_signature:
-            return False
-        self._watch_state()
-        return True
-
-    def _groups_match(self) -> bool:
-        values = [(key, v) for key, _, _, _, v in hypers_of(self._optimizer)]
-        groups = group_constants(self._optimizer)
-        if groups != self._groups:
-            if groups != self._update.constants:
-                return False
-            self._groups = groups
-        if values == self._values:
-            return True
-        numbers = {key: float(v) for key, v in values}
-        if not all(guard.holds(numbers) for guard in self._update.guards):
-            return False
-        self._values = values
-        return True
 
 
 class Binding:
@@ -79,6 +30,8 @@ class Binding:
         self._states: list[tuple[int, Tensor, str]] = []
         self._batch: list[tuple[int, str]] = []
         self._hypers: list[_Hyper] = []
+        self._seen: list[Any] = []
+        self._entries: list[tuple[dict[str, Any], str]] = []
         for position, spec in enumerate(graph.inputs):
             self._fixed.append(None)
             if spec.role is InputRole.PARAM:
@@ -96,6 +49,8 @@ class Binding:
                 self._hypers.append(_Hyper(position, spec.key))
             else:
                 raise GuardError(f"nothing to bind for the input {spec}")
+        first = self._states[0][0] if self._states else 0
+        self._state_slice = slice(first, first + len(self._states))  # the update pass adds them in one run
         self._created = [
             (i, *spec.key.partition("/")[::2]) for i, spec in enumerate(graph.outputs) if spec.role is OutputRole.STATE
         ]
@@ -105,15 +60,25 @@ class Binding:
         values = list(self._fixed)
         for position, held in self._buffers:
             values[position] = held.current()
-        state = self._optimizer.state
-        for position, param, name in self._states:
-            values[position] = state[param][name]
+        values[self._state_slice] = [entries[name] for entries, name in self._state_entries()]
         for (position, _), tensor in zip(self._batch, batch_tensors, strict=True):
             values[position] = tensor
         groups = self._optimizer.param_groups
         for hyper in self._hypers:
             values[hyper.position] = hyper.tensor(groups)
         return values
+
+    def _state_entries(self) -> list[tuple[dict[str, Any], str]]:
+        """For each state input, the dict that holds it, and its name there.
+
+        A dict is looked up by its parameter again only where the optimizer's dicts changed: hashing tensors is slow.
+        """
+        state = self._optimizer.state
+        now = state.values()
+        if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
+            self._seen = list(now)
+            self._entries = [(state[param], name) for _, param, name in self._states]
+        return self._entries
 
     def store_created_state(self, outputs: list[Any]) -> None:
         """Hands the state entries that the graph created to the optimizer; does nothing after a skipped update."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..capture import CapturedStep, CapturedUpdate, ModuleTensors, capture_update
 from ..graph import OutputRole, StepGraph
 from ..passes import PassRecord, run_passes, training_passes
-from .binding import Binding, OptimizerGuard
+from .binding import Binding
 from .executor import EagerExecutor
+from .guards import OptimizerGuard
 
 
 @dataclass(frozen=True)

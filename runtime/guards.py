@@ -1,62 +1,75 @@
-"""What a capture relies on and a call can check cheaply."""
+"""What a capture relies on and a call can check cheaply.
+
+Checks are comparisons of flat lists with those of the last call, since every microsecond here is paid on every step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..capture import HeldTensor, ModuleTensors
+from ..capture import CapturedUpdate, HeldTensor, ModuleTensors, group_constants, hypers_of, state_signature
 from ..errors import GuardError
+from ..torch_compat import hooks_of_all, optimizer_hooks_of
 
 
 class ModelGuard:
     """Watches a model: parameters must stay the same objects; everything else that varies selects a capture.
 
-    ``training`` flags, ``requires_grad``, dtypes, devices and buffer shapes are part of :meth:`signature`, so that toggling
+    ``training`` flags, ``requires_grad``, dtypes, the device and buffer shapes make up :meth:`signature`, so that toggling
     between two settings goes back and forth between two captures.
     """
 
     def __init__(self, model: nn.Module, tensors: ModuleTensors) -> None:
         self._modules = list(model.modules())
+        self._held = tensors.params
         self._params = [h.tensor for h in tensors.params]
-        self._slots = [(h.owner._parameters, h.attribute, h.tensor, h) for h in tensors.params]
+        self._slots = [(h.owner._parameters, h.attribute) for h in tensors.params]
         self._others = tensors.buffers + tensors.attributes
-        self._seen: list[Any] = []
+        self._seen_others: list[Any] = []
         self._others_signature: Hashable = ()
+        self._last: list[Any] = []
+        self._last_number = -1
+        self._numbers: dict[Hashable, int] = {}
 
     def check(self) -> None:
         """Raises :class:`GuardError` where a parameter was replaced by another object."""
-        for registered, name, tensor, held in self._slots:
-            if registered.get(name) is not tensor:
-                raise _replaced(held, registered.get(name))
+        try:
+            if all(map(is_, [registered[name] for registered, name in self._slots], self._params)):
+                return
+        except KeyError:
+            pass
+        held = next(h for h in self._held if h.current() is not h.tensor)
+        raise _replaced(held, held.current())
 
-    def signature(self) -> Hashable:
-        """Everything about the model that a capture bakes in."""
-        params = self._params
-        return (
-            tuple([m.training for m in self._modules]),
-            tuple([p.requires_grad for p in params]),
-            tuple([p.dtype for p in params]),
-            tuple([p.device for p in params]),
+    def signature(self) -> int:
+        """A number that stands for everything about the model that a capture bakes in."""
+        now = [
+            [m.training for m in self._modules],
+            [p.requires_grad for p in self._params],
+            [p.dtype for p in self._params],
+            self._params[0].device,
+            hooks_of_all(self._params),
             self._buffer_signature(),
             _ambient_state(),
-        )
+        ]
+        if now != self._last:
+            key = tuple(tuple(part) if isinstance(part, list) else part for part in now)
+            self._last, self._last_number = now, self._numbers.setdefault(key, len(self._numbers))
+        return self._last_number
 
     def _buffer_signature(self) -> Hashable:
         now = [h.current() for h in self._others]
-        if len(now) != len(self._seen) or not all(map(_is, now, self._seen)):
-            self._seen = now
+        if len(now) != len(self._seen_others) or not all(map(is_, now, self._seen_others)):
+            self._seen_others = now
             self._others_signature = tuple(
                 (t.shape, t.dtype, t.device) if isinstance(t, Tensor) else type(t).__name__ for t in now
             )
         return self._others_signature
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
 
 
 def _replaced(held: HeldTensor, now: Any) -> GuardError:
@@ -79,3 +92,83 @@ def _ambient_state() -> Hashable:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(),
     )
+
+
+class MembershipGuard:
+    """Watches which parameters an optimizer holds, in which groups, and whether it has step hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._members: list[list[Tensor]] = []
+        self._hooks: list[str] = []
+        self._number = -1
+        self._numbers: dict[Hashable, int] = {}
+
+    def signature(self) -> int:
+        """A number that stands for the membership; equal where every group holds the same parameters."""
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        hooks = optimizer_hooks_of(self._optimizer)
+        if hooks != self._hooks or not self._is_unchanged(groups):
+            self._members, self._hooks = [list(params) for params in groups], hooks
+            key = (tuple(hooks), tuple(tuple(id(p) for p in params) for params in groups))
+            self._number = self._numbers.setdefault(key, len(self._numbers))
+        return self._number
+
+    def _is_unchanged(self, groups: list[list[Tensor]]) -> bool:
+        return len(groups) == len(self._members) and all(
+            len(now) == len(before) and all(map(is_, now, before))
+            for now, before in zip(groups, self._members, strict=True)
+        )
+
+
+class OptimizerGuard:
+    """Whether a traced update still fits the optimizer: its state, flags and hyperparameters.
+
+    Args:
+        params: the parameters that the update trains, by key.
+    """
+
+    def __init__(self, update: CapturedUpdate, optimizer: torch.optim.Optimizer, params: dict[str, Tensor]) -> None:
+        self._update = update
+        self._optimizer = optimizer
+        self._params = params
+        self._state_signature = state_signature(optimizer, params)
+        self._entries: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        self._groups: list[dict[str, Any]] = []
+        self._hypers: dict[str, float] = {}
+        self._watch_state()
+
+    def matches(self) -> bool:
+        """Whether the update graph is right for the optimizer as it is now."""
+        return self._state_matches() and self._groups_match()
+
+    def _watch_state(self) -> None:
+        self._entries = list(self._optimizer.state.values())
+        self._sizes = [len(e) for e in self._entries]
+
+    def _state_matches(self) -> bool:
+        entries = self._optimizer.state.values()
+        if (
+            len(entries) == len(self._entries)
+            and all(map(is_, entries, self._entries))
+            and [len(e) for e in entries] == self._sizes
+        ):
+            return True
+        if state_signature(self._optimizer, self._params) != self._state_signature:
+            return False
+        self._watch_state()
+        return True
+
+    def _groups_match(self) -> bool:
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        if options == self._groups:
+            return True
+        if group_constants(self._optimizer) != self._update.constants:
+            return False
+        hypers = {key: float(value) for key, _, _, _, value in hypers_of(self._optimizer)}
+        changed = {key for key, value in hypers.items() if self._hypers.get(key) != value}
+        if not all(guard.holds(hypers) for guard in self._update.guards if not changed.isdisjoint(guard.keys.values())):
+            return False
+        self._groups, self._hypers = options, hypers
+        return True

@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from ..capture import LossCall, flat_leaves, regions_run_once
-from ..device import rng_state, set_rng_state
+from ..capture import FlatBatch, LossCall, flatten_batch, regions_run_once
 from ..graph import Phase, StepGraph, effects_of, family_of, tensors_in, written_nodes
 from ..torch_compat import TorchDispatchMode
-from .binding import Binding
+from .rollback import rolled_back
 
 if TYPE_CHECKING:
     from .compiled import CompiledBatch, Variant
-    from .verify import Sandbox
 
 
 @dataclass(frozen=True)
@@ -74,58 +72,88 @@ def _family(target: Any) -> str:
     return "_" + name if is_twin else name
 
 
-def first_difference(
-    eager: Sandbox,
-    graph: Sandbox,
-    call: LossCall,
-    compiled: CompiledBatch,
-    variant: Variant,
-    max_norm: float | None,
-) -> tuple[str | None, str]:
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: the user's objects, the batch, and the graph that is held against eager."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    call: LossCall
+    compiled: CompiledBatch
+    variant: Variant
+    batch: FlatBatch
+    max_norm: float | None
+
+    def inputs(self) -> list[Any]:
+        """The graph's inputs, with a copy of the batch."""
+        leaves = flatten_batch(self.batch.copied()).leaves
+        return self.variant.binding.inputs([leaves[i] for i in self.compiled.batch_positions])
+
+    def trained(self) -> list[Tensor]:
+        """The model's parameters that the optimizer holds and that require grad, in the model's order."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return [p for p in self.model.parameters() if id(p) in held and p.requires_grad]
+
+
+def run_eager(subject: Subject) -> tuple[Tensor, Any, Tensor]:
+    """The plain loop: backward, norm, clip, step. Returns loss, aux and norm."""
+    loss, aux = subject.call(subject.model, subject.batch.copied())
+    loss.backward()
+    norm = _clip(subject)
+    subject.optimizer.step()
+    return loss, aux, norm
+
+
+def _clip(subject: Subject) -> Tensor:
+    params = [p for p in subject.trained() if p.grad is not None]
+    if subject.max_norm:
+        return torch.nn.utils.clip_grad_norm_(params, subject.max_norm)
+    return torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+
+
+def first_difference(subject: Subject) -> tuple[str | None, str]:
     """Key of the first differing node, and what eager does in its place. (None, reason) where no node can be named."""
-    random_state = rng_state({p.device for p in eager.model.parameters()})
-    captured, clipped, updated = _record_eager(eager, call, max_norm)
-    set_rng_state(random_state)
+    with rolled_back(subject.model, subject.optimizer):
+        captured, clipped, updated = _record_eager(subject)
+    compiled, variant = subject.compiled, subject.variant
     expected = {
         **_expected(compiled.step.graph, captured, (Phase.FORWARD, Phase.BACKWARD)),
         **_expected(variant.graph, clipped, (Phase.NORM,)),
         **_expected(variant.update.graph, updated, (Phase.UPDATE,)),
     }
-    for node, value in _run_nodes(graph, compiled, variant):
-        eager_call = expected.get(node.meta["key"].name)
-        if eager_call is None or eager_call.digest is None or value is None or eager_call.digest == value:
-            continue
-        where = f" ({node.meta['source']})" if node.meta.get("source") else ""
-        theirs = eager_call.family
-        mine = _family(node.target)
-        detail = f"the graph runs {node.target}{where}; " + (
-            f"eager runs {theirs} there" if theirs != mine else "eager gets another value from the same operator"
-        )
-        return str(node.meta["key"]), detail
+    with rolled_back(subject.model, subject.optimizer):
+        for node, value in run_nodes(variant.graph, subject.inputs()):
+            eager_call = expected.get(node.meta["key"].name)
+            if eager_call is None or None in (eager_call.digest, value) or eager_call.digest == value:
+                continue
+            return str(node.meta["key"]), _describe(node, eager_call)
     return (
         None,
         "every node that eager has too agrees; what differs is Python state, or an operator that only eager runs",
     )
 
 
-def _record_eager(
-    sandbox: Sandbox, call: LossCall, max_norm: float | None
-) -> tuple[list[_Call], list[_Call], list[_Call]]:
-    held = {id(p) for group in sandbox.optimizer.param_groups for p in group["params"]}
-    trained = [p for p in sandbox.model.parameters() if id(p) in held]
-    with regions_run_once(sandbox.model), _Recorder() as forward_backward:
-        loss, _ = call(sandbox.model, sandbox.batch)
-        grads = torch.autograd.grad(loss, [p for p in trained if p.requires_grad], allow_unused=True)
-    for param, grad in zip([p for p in trained if p.requires_grad], grads, strict=True):
+def _describe(node: fx.Node, eager_call: _Call) -> str:
+    where = f" ({node.meta['source']})" if node.meta.get("source") else ""
+    theirs = (
+        "eager gets another value from the same operator"
+        if eager_call.family == _family(node.target)
+        else f"eager runs {eager_call.family} there"
+    )
+    return f"the graph runs {node.target}{where}; {theirs}"
+
+
+def _record_eager(subject: Subject) -> tuple[list[_Call], list[_Call], list[_Call]]:
+    trained = subject.trained()
+    with regions_run_once(subject.model), _Recorder() as forward_backward:
+        loss, _ = subject.call(subject.model, subject.batch.copied())
+        grads = torch.autograd.grad(loss, trained, allow_unused=True)
+    for param, grad in zip(trained, grads, strict=True):
         param.grad = None if grad is None else grad.clone()
     with _Recorder() as clipping:
-        with_grad = [p for p in trained if p.grad is not None]
-        if max_norm:
-            torch.nn.utils.clip_grad_norm_(with_grad, max_norm)
-        else:
-            torch.nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
+        _clip(subject)
     with _Recorder() as update:
-        sandbox.optimizer.step()
+        subject.optimizer.step()
     return forward_backward.calls, clipping.calls, update.calls
 
 
@@ -140,12 +168,8 @@ def _expected(program: StepGraph, calls: list[_Call], phases: tuple[Phase, ...])
     return pairs
 
 
-def _run_nodes(sandbox: Sandbox, compiled: CompiledBatch, variant: Variant) -> Iterator[tuple[fx.Node, int | None]]:
-    """Runs the variant's graph on the sandbox; yields each call with the hash of what it produced."""
-    graph = variant.graph
-    leaves, _ = flat_leaves(sandbox.batch)
-    binding = Binding(graph, sandbox.tensors, sandbox.optimizer)
-    inputs = binding.inputs([leaves[i] for i in compiled.batch_positions])
+def run_nodes(graph: StepGraph, inputs: list[Any]) -> Iterator[tuple[fx.Node, int | None]]:
+    """Runs a graph node by node; yields each call with the hash of what it produced and wrote."""
     values: dict[fx.Node, Any] = dict(zip(graph.placeholders, inputs, strict=True))
     remaining = {node: len(node.users) for node in graph.graph.nodes}
     for node in graph.calls:

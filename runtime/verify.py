@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture import LossCall, ModuleTensors, flat_leaves, tensors_of
-from ..device import rng_state, set_rng_state
+from ..capture import FlatBatch, LossCall, tensors_of
+from ..device import rng_state
 from ..graph import OutputRole
 from ..torch_compat import pytree
-from .binding import Binding
 from .compiled import CompiledBatch, Variant
-from .localize import first_difference
+from .localize import Subject, first_difference, run_eager
+from .rollback import rolled_back
 
 
 @dataclass(frozen=True)
@@ -50,119 +49,62 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-@dataclass
-class Sandbox:
-    """Copies of a model, its optimizer and a batch, that share nothing with the originals."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: Any
-    tensors: ModuleTensors
-
-    @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Sandbox:
-        """Deep copies; shared tensors stay shared among them."""
-        copied_model, copied_optimizer, copied_batch = copy.deepcopy((model, optimizer, batch))
-        for param in copied_model.parameters():
-            param.grad = None
-        return cls(copied_model, copied_optimizer, copied_batch, tensors_of(copied_model))
-
-
 def verify_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     call: LossCall,
     compiled: CompiledBatch,
     variant: Variant,
-    batch: Any,
+    batch: FlatBatch,
     max_norm: float | None,
 ) -> VerifyReport:
     """Compares one step of plain eager PyTorch with one run of ``variant``.
 
-    Both start from copies of the same parameters, buffers, optimizer state and random streams. Nothing of the originals
-    changes. Needs memory for two copies of model and optimizer.
+    Both start from the same parameters, buffers, optimizer state and random streams, and both are undone afterwards.
     """
-    devices = {p.device for p in model.parameters()}
-    random_state = rng_state(devices)
-    try:
-        eager = Sandbox.of(model, optimizer, batch)
-        eager_values = dict(_eager_values(eager, call, max_norm))
-        eager_random = rng_state(devices)
-        set_rng_state(random_state)
-        graph = Sandbox.of(model, optimizer, batch)
-        graph_values = dict(_graph_values(graph, compiled, variant))
-        graph_random = rng_state(devices)
-        eager_values.update({f"random stream {d}": s for d, s in eager_random.items()})
-        graph_values.update({f"random stream {d}": s for d, s in graph_random.items()})
-        differences = _differences(eager_values, graph_values)
-        compared = _count_kinds(eager_values)
-        if not differences:
-            return VerifyReport(True, compared)
-        set_rng_state(random_state)
-        first, detail = first_difference(
-            Sandbox.of(model, optimizer, batch), Sandbox.of(model, optimizer, batch), call, compiled, variant, max_norm
-        )
-        return VerifyReport(False, compared, differences, first, detail)
-    finally:
-        set_rng_state(random_state)
+    subject = Subject(model, optimizer, call, compiled, variant, batch, max_norm)
+    with rolled_back(model, optimizer):
+        eager = dict(_values(subject, *run_eager(subject)))
+    with rolled_back(model, optimizer):
+        graph = dict(_values(subject, *_run_graph(subject)))
+    compared = _count_kinds(eager)
+    differences = _differences(eager, graph)
+    if not differences:
+        return VerifyReport(True, compared)
+    first, detail = first_difference(subject)
+    return VerifyReport(False, compared, differences, first, detail)
 
 
-def eager_step(sandbox: Sandbox, call: LossCall, max_norm: float | None) -> tuple[Tensor, Any, Tensor]:
-    """The plain loop that the graph is held against: backward, norm, clip, step. Returns loss, aux and norm."""
-    loss, aux = call(sandbox.model, sandbox.batch)
-    loss.backward()
-    params = [p for p in _trained(sandbox) if p.grad is not None]
-    if max_norm:
-        norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
-    else:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    sandbox.optimizer.step()
-    return loss.detach(), aux, norm
-
-
-def _trained(sandbox: Sandbox) -> list[Tensor]:
-    held = {id(p) for group in sandbox.optimizer.param_groups for p in group["params"]}
-    return [p for p in sandbox.model.parameters() if id(p) in held]
-
-
-def _eager_values(sandbox: Sandbox, call: LossCall, max_norm: float | None) -> Iterator[tuple[str, Any]]:
-    loss, aux, norm = eager_step(sandbox, call, max_norm)
-    yield from _named(loss, pytree.tree_leaves(aux), norm)
-    yield from _persistent(sandbox)
-
-
-def _graph_values(sandbox: Sandbox, compiled: CompiledBatch, variant: Variant) -> Iterator[tuple[str, Any]]:
-    outputs = run_on(sandbox, compiled, variant)
+def _run_graph(subject: Subject) -> tuple[Tensor, Any, Tensor]:
+    variant = subject.variant
+    outputs = variant.executor(subject.inputs())
+    variant.binding.store_created_state(outputs)
     aux = [outputs[i] for i in variant.outputs[OutputRole.AUX]]
-    for position, value in sorted(compiled.step.aux_constants.items()):
+    for position, value in sorted(subject.compiled.step.aux_constants.items()):
         aux.insert(position, value)
-    yield from _named(variant.first(OutputRole.LOSS, outputs), aux, variant.first(OutputRole.NORM, outputs))
-    yield from _persistent(sandbox)
+    return variant.first(OutputRole.LOSS, outputs), aux, variant.first(OutputRole.NORM, outputs)
 
 
-def run_on(sandbox: Sandbox, compiled: CompiledBatch, variant: Variant) -> list[Any]:
-    """Runs the variant's graph on the sandbox's tensors."""
-    leaves, _ = flat_leaves(sandbox.batch)
-    binding = Binding(variant.graph, sandbox.tensors, sandbox.optimizer)
-    outputs = variant.executor(binding.inputs([leaves[i] for i in compiled.batch_positions]))
-    binding.store_created_state(outputs)
-    return outputs
+def _values(subject: Subject, loss: Tensor, aux: Any, norm: Tensor) -> Iterator[tuple[str, Any]]:
+    """Copies of everything that a step returns or changes, by name."""
+    yield "loss", loss.detach().clone()
+    yield "gradient norm", norm.detach().clone()
+    for i, value in enumerate(pytree.tree_leaves(aux)):
+        if value is not None:
+            yield f"aux {i}", _copied(value)
+    tensors = tensors_of(subject.model)
+    for held in tensors.params:
+        yield f"parameter {held.key}", _copied(held.tensor)
+        for name, value in subject.optimizer.state.get(held.tensor, {}).items():
+            yield f"state {held.key}/{name}", _copied(value)
+    for held in tensors.buffers + tensors.attributes:
+        yield f"buffer {held.key}", _copied(held.tensor)
+    for device, state in rng_state({held.tensor.device for held in tensors.params}).items():
+        yield f"random stream {device}", state
 
 
-def _named(loss: Tensor, aux: list[Any], norm: Tensor) -> Iterator[tuple[str, Any]]:
-    yield "loss", loss
-    yield "gradient norm", norm
-    for i, value in enumerate(aux):
-        yield f"aux {i}", value.detach() if isinstance(value, Tensor) else value
-
-
-def _persistent(sandbox: Sandbox) -> Iterator[tuple[str, Any]]:
-    for held in sandbox.tensors.params:
-        yield f"parameter {held.key}", held.tensor.detach()
-        for name, value in sandbox.optimizer.state.get(held.tensor, {}).items():
-            yield f"state {held.key}/{name}", value
-    for held in sandbox.tensors.buffers + sandbox.tensors.attributes:
-        yield f"buffer {held.key}", held.current()
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _count_kinds(values: dict[str, Any]) -> dict[str, int]:
