@@ -12,9 +12,10 @@ import statistics
 import time
 from pathlib import Path
 
-import stepgraph as sg
 import torch
 from torch import nn
+
+import stepgraph as sg
 
 
 def many_parameters(count: int) -> nn.Module:

@@ -1,0 +1,171 @@
+"""What tracing gets silently wrong unless it is taken care of, each as its own test."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stepgraph as sg
+
+from . import fixtures, oracle
+
+
+def both(build, loss_fn, batches, *, optimizer: str = "adamw_forloop", max_norm: float | None = 0.5, **options):
+    """Runs eager and graph on twins and asserts that every bit agrees; returns the step and its model."""
+    eager_model, graph_model = oracle.twin(build)
+    eager = oracle.eager_steps(
+        eager_model, oracle.OPTIMIZERS[optimizer](eager_model.parameters()), loss_fn, batches, max_norm=max_norm
+    )
+    graph_optimizer = oracle.OPTIMIZERS[optimizer](graph_model.parameters())
+    step = sg.compile_train_step(graph_model, graph_optimizer, loss_fn=loss_fn, max_norm=max_norm, **options)
+    oracle.assert_bitwise(eager, oracle.graph_steps(step, graph_model, graph_optimizer, batches))
+    return step, graph_model
+
+
+class UsedTwice(nn.Module):
+    """A layer that is used twice under autocast: eager casts its weight once and adds both gradients in 16 bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layer(torch.tanh(self.layer(x))).float()
+
+
+def test_autocast_casts_each_weight_once() -> None:
+    batches = [torch.randn(5, 16, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    step, _ = both(UsedTwice, fixtures.mean_square, batches)
+    casts = [n for n in step.graph.calls if n.meta["key"].family == "_to_copy" and n.meta["phase"] == "forward"]
+    weights = [n for n in casts if n.args[0].op == "placeholder" and n.args[0].meta["val"].shape == (16, 16)]
+    assert len(weights) == 1
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_autocast_around_the_call_is_part_of_the_signature() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().mean()
+
+    step, model = both(lambda: nn.Linear(8, 8), loss, [torch.randn(4, 8)] * 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step(torch.randn(4, 8))
+    assert step.captures == 2
+    step(torch.randn(4, 8))
+    assert step.captures == 2
+
+
+class Known(nn.Module):
+    """Reads a value in Python that depends on shapes alone, and takes a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[0])
+        gaps = positions.diff(prepend=positions[:1] - 1)
+        return self.layer(x) if bool((gaps == 1).all()) else self.layer(x) * 2
+
+
+def test_values_made_from_constants_can_be_read() -> None:
+    step, _ = both(Known, fixtures.mean_square, [torch.randn(3, 4)] * 5)
+    assert not [
+        n for n in step.graph.calls if n.meta["key"].family == "_local_scalar_dense" and n.meta["phase"] == "forward"
+    ]
+
+
+class ReadsData(Known):
+    """Reads a value that depends on the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if bool((x > 0).all()) else self.layer(x) * 2
+
+
+def test_values_of_the_batch_cannot_be_read() -> None:
+    model = ReadsData()
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=fixtures.mean_square)
+    with pytest.raises(sg.CaptureError, match="branches on") as caught:
+        step(torch.randn(3, 4))
+    assert caught.value.source_line is not None
+    assert "test_traps.py" in caught.value.source_line
+
+
+class Hooked(nn.Module):
+    """Tensor hooks on a parameter and on an activation change gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.weight.register_hook(lambda grad: grad * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        hidden.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return torch.tanh(hidden)
+
+
+def test_tensor_hooks_are_traced() -> None:
+    both(Hooked, fixtures.mean_square, [torch.randn(3, 4)] * 5)
+
+
+def test_fake_execution_draws_no_random_numbers() -> None:
+    fixture = fixtures.drop()
+    step = sg.compile_train_step(
+        fixture.model, torch.optim.SGD(fixture.model.parameters(), lr=0.1), loss_fn=fixture.loss_fn
+    )
+    before, python_before = torch.get_rng_state(), random.getstate()
+    step.prepare(fixture.batch)
+    assert torch.equal(before, torch.get_rng_state())
+    assert python_before == random.getstate()
+
+
+def test_the_order_of_random_draws_is_eagers() -> None:
+    fixture = fixtures.drop()
+    step = sg.compile_train_step(
+        fixture.model, torch.optim.SGD(fixture.model.parameters(), lr=0.1), loss_fn=fixture.loss_fn
+    )
+    families = [n.meta["key"].family for n in step.prepare(fixture.batch).calls]
+    assert families.count("bernoulli_") == 1
+    assert families.index("empty_like") < families.index("bernoulli_") < families.index("div_")
+
+
+class TwoPhases(nn.Module):
+    """A parameter that is read in forward and again in the loss, and a frozen one between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(torch.relu(self.first(x)))
+
+
+def test_a_parameter_in_forward_and_loss() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), x) + 0.1 * model.first.weight.abs().sum()  # type: ignore[union-attr, operator]
+
+    both(TwoPhases, loss, [torch.randn(3, 4)] * 5)
+
+
+class PenalisesGradients(nn.Module):
+    """Differentiates inside forward (a gradient penalty), so that backward differentiates a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.net(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def test_double_backward() -> None:
+    both(PenalisesGradients, fixtures.own_output, [torch.randn(3, 4)] * 5)
