@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -115,14 +116,8 @@ class FlatBatch:
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
 
     def rebuilt(self, leaves: list[Any]) -> Any:
-        """A batch of the same structure and type that holds ``leaves``."""
-        plain = pytree.tree_unflatten(leaves, self.spec[1])  # type: ignore[index]
-        if not _is_foreign_mapping(self.source):
-            return plain
-        rebuilt = copy.copy(self.source)
-        for name, value in plain.items():
-            rebuilt[name] = value
-        return rebuilt
+        """A batch of the same structure and types that holds ``leaves``."""
+        return _with_types_of(self.source, pytree.tree_unflatten(leaves, self.spec[1]))  # type: ignore[index]
 
     def copied(self) -> Any:
         """A batch with copies of the tensors."""
@@ -130,17 +125,35 @@ class FlatBatch:
 
 
 def flatten_batch(batch: Any) -> FlatBatch:
-    """Flattens ``batch``. A mapping that is no registered pytree (HF's ``BatchEncoding``) is flattened as a dict is."""
+    """Flattens ``batch``. Mappings that are no registered pytree (HF's ``BatchEncoding``) are flattened as dicts are."""
     leaves, spec = pytree.tree_flatten(_plain(batch))
     return FlatBatch(leaves, (type(batch), spec), batch)
 
 
-def _plain(batch: Any) -> Any:
-    return dict(batch) if _is_foreign_mapping(batch) else batch
+def _plain(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        items = [_plain(item) for item in value]
+        return value if all(map(is_, items, value)) else type(value)(items)
+    if type(value) is dict or _is_foreign_mapping(value):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
 
 
-def _is_foreign_mapping(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and not isinstance(batch, dict)
+def _with_types_of(source: Any, plain: Any) -> Any:
+    if type(source) in (tuple, list):
+        return type(source)(_with_types_of(s, p) for s, p in zip(source, plain, strict=True))
+    if type(source) is dict:
+        return {name: _with_types_of(item, plain[name]) for name, item in source.items()}
+    if not _is_foreign_mapping(source):
+        return plain
+    rebuilt = copy.copy(source)
+    for name, item in source.items():
+        rebuilt[name] = _with_types_of(item, plain[name])
+    return rebuilt
+
+
+def _is_foreign_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and not isinstance(value, dict)
 
 
 def _copied(tensor: Tensor) -> Tensor:

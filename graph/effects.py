@@ -6,8 +6,9 @@ One table, asked by every pass and by the verifier. Neither the schema nor ``Nod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,6 +105,20 @@ def is_scalar_function(target: Any) -> bool:
 
 
 def _effects_of_overload(node: fx.Node, target: torch._ops.OpOverload) -> Effects:
+    effects = _declared_effects(target)
+    name = target._schema.name
+    if hidden := _HIDDEN_WRITES.get(name):
+        written = tuple(a for a in hidden if argument(node, a) is not None)
+        effects = replace(effects, writes=effects.writes + written)
+    if name in _DRAWS_IF_POSITIVE:
+        random = _may_be_positive(argument(node, _DRAWS_IF_POSITIVE[name])) and _is_training(node)
+        effects = replace(effects, random=random)
+    return effects
+
+
+@functools.cache
+def _declared_effects(target: torch._ops.OpOverload) -> Effects:
+    """What can be said of an operator whatever its arguments are."""
     name = target._schema.name
     namespace = name.split("::")[0]
     if name in _OWN:
@@ -113,14 +128,9 @@ def _effects_of_overload(node: fx.Node, target: torch._ops.OpOverload) -> Effect
     if namespace not in _KNOWN_NAMESPACES or name in _CHECKS:
         return OPAQUE
     writes = tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    if name.startswith("aten::_fused_") and "state_steps" not in writes and argument(node, "state_steps") is not None:
-        writes += ("state_steps",)
-    writes += tuple(a for a in _HIDDEN_WRITES.get(name, ()) if argument(node, a) is not None)
-    if name in _DRAWS_IF_POSITIVE:
-        random = _may_be_positive(argument(node, _DRAWS_IF_POSITIVE[name])) and _is_training(node)
-    else:
-        random = torch.Tag.nondeterministic_seeded in target.tags
-    return Effects(random=random, writes=writes)
+    if name.startswith("aten::_fused_") and "state_steps" not in writes:
+        writes += tuple(a.name for a in target._schema.arguments if a.name == "state_steps")
+    return Effects(random=torch.Tag.nondeterministic_seeded in target.tags, writes=writes)
 
 
 # Operators of stepgraph's own (graph/ops.py); the twins of fused kernels declare what they write in their schema.
