@@ -19,7 +19,12 @@ from torch._subclasses.fake_tensor import (  # seen in 2.13
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx  # seen in 2.13
+from torch.fx.experimental.proxy_tensor import (  # seen in 2.13
+    PythonKeyTracer,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+)
 from torch.fx.experimental.symbolic_shapes import (  # seen in 2.13
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -33,12 +38,16 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # seen in 2.13
 from torch.utils.weak import WeakTensorKeyDictionary  # seen in 2.13
 
+# Attributes that torch's optimizers set on themselves and that carry no result. Seen in 2.13.
+OPTIMIZER_BOOKKEEPING = frozenset({"_opt_called", "_need_device_dtype_check_for_fused"})
+
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
+    "OPTIMIZER_BOOKKEEPING",
     "ShapeEnv",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
@@ -50,17 +59,21 @@ __all__ = [
     "device_and_dtype_groups",
     "dispatch_modes_disabled",
     "foreach_norm_by_default",
+    "forget_constant",
     "free_unbacked_symbols",
     "fused_optimizers_replaced",
-    "hooks_of_all",
+    "grad_mode_below_autograd",
     "has_post_accumulate_hooks",
+    "hooks_of_all",
     "hyper_scalar",
-    "tensor_hooks_of",
     "make_fx",
+    "module_hooks_of",
     "node_creation_observed",
     "optimizer_hooks_of",
     "pytree",
     "storage_key",
+    "tensor_hooks_of",
+    "traced_node",
 ]
 
 
@@ -72,6 +85,44 @@ def storage_key(tensor: Tensor) -> int:
 def constant_of(fake: Tensor) -> Tensor | None:
     """The real value of a fake tensor that is a known constant. ``FakeTensor.constant`` seen in 2.13."""
     return cast("Tensor | None", getattr(fake, "constant", None))
+
+
+def traced_node(value: Any) -> torch.fx.Node | None:
+    """The node that stands for a tensor in the trace that is going on. ``get_proxy_slot`` seen in 2.13."""
+    proxy_mode = get_proxy_mode()
+    slot = get_proxy_slot(value, proxy_mode.tracer, None) if proxy_mode is not None else None
+    return None if slot is None else slot.proxy.node
+
+
+class grad_mode_below_autograd:
+    """Within the context, kernels see grad mode on, as in eager's forward, while nothing is recorded for backward.
+
+    oneDNN's LSTM, for one, returns the workspace that its backward needs only then. ``_AutoDispatchBelowAutograd`` seen in
+    2.13.
+    """
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._AutoDispatchBelowAutograd()
+        self._guard.__enter__()
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+        self._guard.__exit__(*exception)
+
+
+def forget_constant(fake: Tensor) -> None:
+    """Makes a fake tensor's value unknown again, to fake mode and to the trace that is going on.
+
+    ``FakeTensor.constant`` and ``get_proxy_slot(...).constant`` seen in 2.13.
+    """
+    if getattr(fake, "constant", None) is not None:
+        fake.constant = None  # type: ignore[attr-defined]
+    proxy_mode = get_proxy_mode()
+    slot = get_proxy_slot(fake, proxy_mode.tracer, None) if proxy_mode is not None else None
+    if slot is not None:
+        slot.constant = None
 
 
 def dispatch_modes_disabled() -> contextlib.AbstractContextManager[Any]:
@@ -178,6 +229,12 @@ def hooks_of_all(params: list[Tensor]) -> list[tuple[int, ...]]:
     if all(hooks.count(None) == len(hooks) for hooks in both):
         return []
     return [tuple(id(hook) for hook in (hooks or {}).values()) for kind in both for hooks in kind]
+
+
+def module_hooks_of(modules: list[torch.nn.Module]) -> list[dict[int, Any]]:
+    """The dicts that hold the modules' hooks, live. Attribute names seen in 2.13."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [getattr(module, kind) for module in modules for kind in kinds]
 
 
 def tensor_hooks_of(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

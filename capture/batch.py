@@ -127,7 +127,8 @@ class FlatBatch:
 def flatten_batch(batch: Any) -> FlatBatch:
     """Flattens ``batch``. Mappings that are no registered pytree (HF's ``BatchEncoding``) are flattened as dicts are."""
     leaves, spec = pytree.tree_flatten(_plain(batch))
-    return FlatBatch(leaves, (type(batch), spec), batch)
+    kind = None if isinstance(batch, Tensor) else type(batch)  # a fake tensor stands for a real one
+    return FlatBatch(leaves, (kind, spec), batch)
 
 
 def _plain(value: Any) -> Any:
@@ -177,6 +178,8 @@ def _leaf_signature(leaf: Any, device: torch.device) -> Hashable:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else leaf.stride()
         return (leaf.shape, leaf.dtype, device if leaf.is_meta else leaf.device, strides, leaf.requires_grad)
+    if isinstance(leaf, (float, complex)):
+        return (type(leaf), repr(leaf))  # tells 0.0 from -0.0, and nan equals itself
     if isinstance(leaf, Hashable):
         return (type(leaf), leaf)
     raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..graph import Phase
-from ..torch_compat import autograd_sequence_number, node_creation_observed
+from ..torch_compat import autograd_sequence_number, node_creation_observed, traced_node
 
 _HIDDEN_FRAMES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _TORCH_DIR = _HIDDEN_FRAMES[0] + os.sep
@@ -91,6 +91,11 @@ class TraceContext:
             origin = self._origin_by_sequence.get(node._sequence_nr())
             node.register_prehook(self._enter(origin))
 
+    def source_of(self, value: Any) -> str | None:
+        """``file:line`` of the code that computed a traced tensor, where that is known."""
+        node = traced_node(value)
+        return None if node is None else node.meta.get("source")
+
     def _enter(self, origin: tuple[str, str | None, int | None] | None) -> Any:
         def prehook(grad_outputs: Any) -> None:
             self._backward_origin = origin
@@ -107,6 +112,7 @@ class TraceContext:
             origin = self._backward_origin or ("", None, None)
         node.meta["module"], node.meta["source"], node.meta["region"] = origin
         node.meta["phase"] = self.phase
+        node.meta["grad_mode"] = torch.is_grad_enabled()
         node.meta["trace_index"] = self._count
         self._count += 1
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -113,7 +115,9 @@ class _Trace:
                     device=self.tensors.params[0].tensor.device,
                     requires_grad=tensor.requires_grad,
                 )
-        return self.mode.from_tensor(tensor, static_shapes=True)
+        fake = self.mode.from_tensor(tensor, static_shapes=True)
+        fake.grad = None  # what the user has accumulated is none of the step's business
+        return fake
 
     def _step(self, flat: list[Tensor]) -> list[Any]:
         stand_ins = dict(zip([id(h.tensor) for h in self.held], flat, strict=False))
@@ -128,6 +132,7 @@ class _Trace:
             tensors_replaced(self.model, stand_ins),
             self.context.following_modules(),
             _autocast_cache(),
+            _backward_refused(),
             libraries_told(known),
             known,
         ):
@@ -158,12 +163,14 @@ class _Trace:
             raise CaptureError(
                 f"the loss has shape {list(loss.shape)}, not one element.",
                 module_path="",
+                source_line=self.context.source_of(loss),
                 remedy="reduce it with .mean() or .sum(), or pass loss_fn or criterion",
             )
         if not loss.requires_grad:
             raise CaptureError(
                 "the loss does not require grad: no trained parameter took part in it.",
                 module_path="",
+                source_line=self.context.source_of(loss),
                 remedy="check for detach(), torch.no_grad() or item() on the way to the loss, and that the parameters "
                 "require grad",
             )
@@ -209,16 +216,13 @@ class _Trace:
         """Refuses tensors that appear in or vanish from attributes; reports other changes."""
         held = {name for h in self.held for name in h.names}
         changed = []
-        for path, value in before.changed_attributes():
-            if path in held:
-                what = f"forward takes the tensor {path!r} away"
-            elif any(isinstance(v, Tensor) for v in pytree.tree_leaves(value)):
-                what = f"forward stores a tensor in {path!r}, which held none before"
-            else:
+        for path, has_other_tensors in before.changed_attributes():
+            if not has_other_tensors:
                 changed.append(path)
                 continue
+            what = "takes the tensor {} away" if path in held else "stores a tensor in {}, which did not hold it before"
             raise CaptureError(
-                what + ". The graph could not hand it to later steps.",
+                f"forward {what.format(repr(path))}. The graph could not hand it to later steps.",
                 module_path=path.rpartition(".")[0],
                 remedy="register a buffer of its shape before compiling (register_buffer(..., persistent=False)) and write "
                 "that, or return the value as aux",
@@ -247,6 +251,7 @@ class _Trace:
         lift_constants(step_graph, graph_module)
         for node in step_graph.calls:
             step_graph.assign_key(node, node.meta.pop("module"), family_of(node.target), node.meta["phase"])
+        step_graph.record_effects()
         own_gradients(step_graph)
         step_graph.drop_unused_inputs([InputRole.BUFFER, InputRole.CONSTANT])
         unused = [h.key for h in self.trained if h not in self.used]
@@ -294,13 +299,19 @@ def drop_profiler_marks(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Fake operators draw nothing, but the code under trace may seed or fork a generator."""
+    """Fake operators draw nothing, but the code under trace may seed a generator, or draw from Python's or numpy's."""
     cpu = torch.get_rng_state()
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     try:
         yield
     finally:
         torch.set_rng_state(cpu)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
 
@@ -318,3 +329,21 @@ def _autocast_cache() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _backward_refused() -> Iterator[None]:
+    """Refuses a model or loss that calls ``backward()`` itself: its gradients would go to the stand-ins and be lost."""
+    original = torch.autograd.backward
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise CaptureError(
+            "backward() is called inside the step.",
+            remedy="return the sum of the losses and let the step differentiate it, or use torch.autograd.grad",
+        )
+
+    torch.autograd.backward = refuse
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original

@@ -19,7 +19,9 @@ from ..torch_compat import (
     FakeTensor,
     TorchDispatchMode,
     WeakTensorKeyDictionary,
+    constant_of,
     dispatch_modes_disabled,
+    forget_constant,
     pytree,
     storage_key,
 )
@@ -46,8 +48,8 @@ class KnownValues(TorchDispatchMode):
         if real_args is not None and operands and not _returns_tensors(func):
             with dispatch_modes_disabled():
                 return func(*real_args[0], **real_args[1])
+        self._forget_written(func, args, operands)
         out = func(*args, **kwargs)
-        self._forget_written(func, args)
         results = tensors_in(out)
         if real_args is not None and results and all(_is_small(t) for t in results):
             with dispatch_modes_disabled():
@@ -74,16 +76,25 @@ class KnownValues(TorchDispatchMode):
             return None
         return pytree.tree_map(lambda a: self._values[a] if isinstance(a, Tensor) else a, (args, kwargs))
 
-    def _forget_written(self, func: Any, args: Any) -> None:
+    def _forget_written(self, func: Any, args: Any, operands: list[Tensor]) -> None:
+        """What is written is no longer known, here and in torch's own record of constants.
+
+        The latter overlooks tensors in lists (torch 2.13), so that a foreach operator over known and unknown tensors would
+        leave the known ones at their old values.
+        """
         if not func._schema.is_mutable:
             return
-        written = {
-            storage_key(t)
+        written = [
+            t
             for a, schema in zip(args, func._schema.arguments, strict=False)
             if schema.alias_info is not None and schema.alias_info.is_write
             for t in tensors_in(a)
-        }
-        for fake in [t for t in self._values if storage_key(t) in written]:
+        ]
+        if any(constant_of(t) is None for t in operands):
+            for t in written:
+                forget_constant(t)
+        keys = {storage_key(t) for t in written}
+        for fake in [t for t in self._values if storage_key(t) in keys]:
             del self._values[fake]
 
 

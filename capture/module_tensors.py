@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -134,8 +135,8 @@ class ModuleState:
         for record in self._records:
             record.restore()
 
-    def changed_attributes(self) -> list[tuple[str, Any]]:
-        """Attributes and registered tensors that are new, gone or changed: their path and what they hold now.
+    def changed_attributes(self) -> list[tuple[str, bool]]:
+        """Attributes and registered tensors that are new, gone or changed, and whether the number of tensors did.
 
         A tensor that was replaced by another tensor does not count: that is how tensors are swapped for a trace.
         """
@@ -148,27 +149,28 @@ class _ModuleRecord:
         self.module = module
         self.attributes = {k: v for k, v in module.__dict__.items() if k not in _MODULE_INTERNALS or k == "training"}
         self.containers = {name: list(_containers_in(value)) for name, value in self.attributes.items()}
+        self.tensor_counts = {name: _count_tensors(value) for name, value in self.attributes.items()}
         self.registered: list[tuple[Any, dict[str, Any]]] = [
             (d, dict(d)) for d in (module._parameters, module._buffers, module._modules)
         ]
 
-    def changes(self) -> Iterator[tuple[str, Any]]:
+    def changes(self) -> Iterator[tuple[str, bool]]:
         now = self.module.__dict__
         for name in dict.fromkeys([*self.attributes, *now]):
             if name in _MODULE_INTERNALS and name != "training":
                 continue
             if self._has_changed(name):
-                yield _join(self.path, name), now.get(name)
+                yield _join(self.path, name), _count_tensors(now.get(name)) != self.tensor_counts.get(name, 0)
         for registered, saved in self.registered:
             for name in dict.fromkeys([*saved, *registered]):
                 if (saved.get(name) is None) != (registered.get(name) is None):
-                    yield _join(self.path, name), registered.get(name)
+                    yield _join(self.path, name), True
 
     def _has_changed(self, name: str) -> bool:
         now = self.module.__dict__
         if name not in self.attributes or name not in now:
             return True
-        if now[name] is not self.attributes[name] and not _equal(now[name], self.attributes[name]):
+        if not _equal(now[name], self.attributes[name]):
             return True
         return any(not _same_contents(container, saved) for container, saved in self.containers[name])
 
@@ -195,6 +197,16 @@ def _containers_in(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
         yield from _containers_in(item, depth + 1)
 
 
+def _count_tensors(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return 1
+    containers = [container for container, _ in _containers_in((value,))]
+    if isinstance(value, tuple):
+        containers.append(value)
+    items = (c.values() if isinstance(c, dict) else c for c in containers)
+    return sum(isinstance(item, Tensor) for contents in items for item in contents)
+
+
 _DEEPEST_CONTAINER = 8
 
 
@@ -207,19 +219,26 @@ def _refill(container: Any, saved: Any) -> None:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Whether two values count as the same: equal plain values, any two tensors, containers of such."""
+    if a is b or (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return True
+    if type(a) is not type(b):
+        return False
     if isinstance(a, (bool, int, float, str, torch.dtype, torch.device, type(None))):
-        return type(a) is type(b) and a == b
-    return isinstance(a, Tensor) and isinstance(b, Tensor)
+        return bool(a == b)
+    if isinstance(a, (list, dict, set, deque, tuple)):
+        return _same_contents(a, b)
+    return isinstance(a, weakref.ref)  # an LSTM renews the references to its weights
 
 
 def _same_contents(a: Any, b: Any) -> bool:
     if len(a) != len(b):
         return False
     if isinstance(a, dict):
-        return all(k in b and (b[k] is v or _equal(v, b[k])) for k, v in a.items())
+        return all(k in b and _equal(v, b[k]) for k, v in a.items())
     if isinstance(a, set):
         return bool(a == b)
-    return all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
+    return all(_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @contextlib.contextmanager

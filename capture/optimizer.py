@@ -21,10 +21,11 @@ from ..device import optimizer_uses_foreach
 from ..errors import CaptureError, NotYetError
 from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph, family_of
 from ..graph.ops import FUSED_TWINS
-from ..torch_compat import fused_optimizers_replaced, hyper_scalar, make_fx, pytree
+from ..torch_compat import OPTIMIZER_BOOKKEEPING, fused_optimizers_replaced, hyper_scalar, make_fx, pytree
 from .context import TraceContext
 from .failures import capture_error
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
+from .known_values import KnownValues
 
 Hypers = dict[str, float]
 
@@ -197,7 +198,8 @@ class _UpdateTrace:
         try:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
-            type(scratch).step(scratch)
+            with KnownValues():
+                type(scratch).step(scratch)
         finally:
             for param in params:
                 param.grad = None
@@ -235,7 +237,9 @@ class _UpdateTrace:
         return scalar
 
     def _check_attributes(self, scratch: torch.optim.Optimizer, before: dict[str, Any]) -> None:
-        changed = [k for k, v in scratch.__dict__.items() if k != "_opt_called" and before.get(k, _ABSENT) is not v]
+        changed = [
+            k for k, v in scratch.__dict__.items() if k not in OPTIMIZER_BOOKKEEPING and before.get(k, _ABSENT) is not v
+        ]
         if changed:
             raise CaptureError(
                 f"step() changes attributes of the optimizer itself ({', '.join(changed)}), which a graph cannot carry.",

@@ -6,6 +6,7 @@ from .effects import argument as argument
 from .effects import effects_of as effects_of
 from .effects import nodes_in as nodes_in
 from .effects import picks_indices as picks_indices
+from .effects import writes_of as writes_of
 from .effects import written_nodes as written_nodes
 from .spec import InputRole as InputRole
 from .spec import InputSpec as InputSpec

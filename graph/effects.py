@@ -79,6 +79,10 @@ _CHECKS = (
     "aten::sym_constrain_range",
     "aten::sym_constrain_range_for_size",
     "aten::_print",
+    "aten::_functional_assert_async",
+    "aten::_functional_assert_scalar",
+    "aten::_functional_sym_constrain_range",
+    "aten::_functional_sym_constrain_range_for_size",
 )
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "stepgraph")
 _SCALAR_MODULES = ("operator", "_operator", "math", "builtins")
@@ -128,6 +132,8 @@ def _declared_effects(target: torch._ops.OpOverload) -> Effects:
     if namespace not in _KNOWN_NAMESPACES or name in _CHECKS:
         return OPAQUE
     writes = tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    if not target._schema.returns and not writes and namespace == "aten":
+        return OPAQUE  # called for an effect that its schema does not tell: it checks, prints or configures
     if name.startswith("aten::_fused_") and "state_steps" not in writes:
         writes += tuple(a.name for a in target._schema.arguments if a.name == "state_steps")
     return Effects(random=torch.Tag.nondeterministic_seeded in target.tags, writes=writes)
@@ -178,7 +184,11 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
 
 def picks_indices(node: fx.Node) -> bool:
     """Whether the op's results are indices chosen by comparing values: ties make a second evaluation unsafe."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _INDEX_PICKING
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    name = target._schema.name
+    return name in _INDEX_PICKING or (name in ("aten::max", "aten::min") and len(target._schema.returns) == 2)
 
 
 _INDEX_PICKING: frozenset[str] = frozenset(
@@ -191,6 +201,8 @@ _INDEX_PICKING: frozenset[str] = frozenset(
         "aten::argmin",
         "aten::kthvalue",
         "aten::mode",
+        "aten::cummax",
+        "aten::cummin",
         "aten::median",
         "aten::nanmedian",
         "aten::max_pool2d_with_indices",
@@ -205,3 +217,8 @@ _INDEX_PICKING: frozenset[str] = frozenset(
         "aten::multinomial",
     }
 )
+
+
+def writes_of(target: torch._ops.OpOverload) -> set[str]:
+    """Names of the arguments that the operator writes where they are given, whatever the call."""
+    return {*_declared_effects(target).writes, *_HIDDEN_WRITES.get(target._schema.name, ())}

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..torch_compat import FakeTensorMode
+from .effects import effects_of
 from .spec import InputRole, InputSpec, LogicalKey, OutputRole, OutputSpec, Phase, type_of
 
 _PHASE_ORDER = list(Phase)
@@ -20,7 +21,8 @@ class StepGraph:
 
     Each node's ``meta`` holds ``val`` (its fake value), ``phase`` (:class:`Phase`), ``key`` (:class:`LogicalKey`),
     ``source`` (``file:line`` of the user's code, or None), ``region`` (number of the checkpointed region that it was
-    captured in, or None) and ``trace_index`` (its position in the captured program, None for what passes added).
+    captured in, or None), ``trace_index`` (its position in the captured program, None for what passes added) and
+    ``grad_mode`` (whether eager runs it with gradients enabled, which some kernels look at).
 
     Attributes:
         graph: the nodes. Placeholders come first.
@@ -29,6 +31,7 @@ class StepGraph:
         constants: values of the inputs whose role is ``constant``, by key.
         fake_mode: the mode that the fake values belong to.
         regions: the checkpointed regions that the model asked for, by number.
+        effectful: names of the captured calls of forward and backward that are more than their result, by trace index.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class StepGraph:
         fake_mode: FakeTensorMode,
         constants: dict[str, torch.Tensor] | None = None,
         regions: Sequence[Any] = (),
+        effectful: dict[int, str] | None = None,
     ) -> None:
         self.graph = graph
         self.inputs = list(inputs)
@@ -47,6 +51,7 @@ class StepGraph:
         self.fake_mode = fake_mode
         self.constants = dict(constants or {})
         self.regions = tuple(regions)
+        self.effectful = dict(effectful or {})
         self._ordinals: Counter[tuple[str, str, Phase]] = Counter()
         for node in graph.nodes:
             if (key := node.meta.get("key")) is not None:
@@ -131,6 +136,7 @@ class StepGraph:
         node.meta.setdefault("source", None)
         node.meta.setdefault("region", None)
         node.meta.setdefault("trace_index", None)
+        node.meta.setdefault("grad_mode", False)
         self.assign_key(node, module, family_of(target), phase)
         return node
 
@@ -162,8 +168,18 @@ class StepGraph:
         for node in self.graph.nodes:
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
         return StepGraph(
-            graph, self.inputs, self.outputs, fake_mode=self.fake_mode, constants=self.constants, regions=self.regions
+            graph,
+            self.inputs,
+            self.outputs,
+            fake_mode=self.fake_mode,
+            constants=self.constants,
+            regions=self.regions,
+            effectful=self.effectful,
         )
+
+    def record_effects(self) -> None:
+        """Notes which calls must never be lost; to be called once, on the captured graph."""
+        self.effectful = {n.meta["trace_index"]: n.meta["key"].name for n in self.calls if not effects_of(n).pure}
 
     def graph_module(self) -> fx.GraphModule:
         """The nodes as an ``fx.GraphModule`` that takes the inputs and returns the list of outputs.

@@ -47,6 +47,11 @@ def structure(graph: StepGraph) -> Iterator[str]:
         for operand in node.all_input_nodes:
             if position.get(operand, len(position)) >= position[node]:
                 yield f"{_name(node)} uses {_name(operand)}, which comes later or not at all"
+    calls_began = False
+    for node in graph.graph.nodes:
+        calls_began |= node.op != "placeholder"
+        if calls_began and node.op == "placeholder":
+            yield f"the input {node.name} comes after calls"
     if len(graph.placeholders) != len(graph.inputs):
         yield f"{len(graph.placeholders)} placeholders, {len(graph.inputs)} input specs"
     if len(graph.output_values) != len(graph.outputs):
@@ -54,8 +59,11 @@ def structure(graph: StepGraph) -> Iterator[str]:
     for spec, count in Counter(graph.inputs).items():
         if count > 1:
             yield f"{count} inputs are {spec}"
-    if graph.output_of(OutputRole.LOSS) is None:
+    if not any(spec.role is OutputRole.LOSS for spec in graph.outputs):
         yield "no output is the loss"
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            yield f"{node.name} is a {node.op}, and only calls of functions can run"
 
 
 def metadata(graph: StepGraph) -> Iterator[str]:
@@ -91,6 +99,9 @@ def phases_in_order(graph: StepGraph) -> Iterator[str]:
 def captured_effects_happen_once(graph: StepGraph) -> Iterator[str]:
     """A captured random draw, write or index choice is there once; draws and writes keep their order."""
     captured = [n for n in graph.calls if n.meta["phase"] is not Phase.UPDATE]
+    present = {n.meta["trace_index"] for n in captured}
+    for missing in sorted(graph.effectful.keys() - present):
+        yield f"{graph.effectful[missing]} draws, writes or checks in the captured program and is gone"
     counts = Counter(n.meta["trace_index"] for n in captured if n.meta["trace_index"] is not None)
     last = -1
     for node in captured:
@@ -112,6 +123,7 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
     storages = StorageMap(graph.graph)
     written = {k for k, ws in storages.writers.items() if any(w.meta["phase"] in _CAPTURED for w in ws)}
     last: dict[int, int] = defaultdict(lambda: -1)
+    latest: dict[int, int] = defaultdict(lambda: -1)
     for node in graph.calls:
         index = node.meta["trace_index"]
         if index is None or node.meta["phase"] not in _CAPTURED:
@@ -122,25 +134,35 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
             if index < last[key]:
                 yield f"{_name(node)} touches memory that was written after it in the captured program"
             if key in writes:
+                if last[key] <= index < latest[key]:
+                    yield f"{_name(node)} writes memory that was touched after it in the captured program"
                 last[key] = max(last[key], index)
+            latest[key] = max(latest[key], index)
 
 
-def inputs_written_by_update_only(graph: StepGraph) -> Iterator[str]:
-    """Passes write parameters and state in the update phase only, and hyperparameters and constants never."""
+def writes_are_captured(graph: StepGraph) -> Iterator[str]:
+    """Only captured calls write what was captured; passes write what they made themselves, and scale gradients in norm.
+
+    Hyperparameters and constants are never written.
+    """
     roles = {n: s.role for n, s in zip(graph.placeholders, graph.inputs, strict=True)}
-    owner = {key: node for node in graph.placeholders for key in storages_of(node)}
+    owner: dict[int, fx.Node] = {}
+    for node in graph.graph.nodes:
+        for key in storages_of(node):
+            owner.setdefault(key, node)
+    grads = {key for grad in gradients_of(graph) for key in storages_of(grad)}
     for node in graph.calls:
-        for operand in written_nodes(node):
-            for key in storages_of(operand):
-                role = roles.get(owner.get(key))  # type: ignore[arg-type]
-                if role in (InputRole.HYPER, InputRole.CONSTANT):
-                    yield f"{_name(node)} writes the {role} {owner[key].name}"
-                elif role in (InputRole.PARAM, InputRole.STATE) and not _may_write(node):
-                    yield f"{_name(node)} writes the {role} {owner[key].name} outside the update phase"
-
-
-def _may_write(node: fx.Node) -> bool:
-    return node.meta["phase"] is Phase.UPDATE or node.meta["trace_index"] is not None
+        for key in {key for operand in written_nodes(node) for key in storages_of(operand)}:
+            made_by = owner[key]
+            role = roles.get(made_by)
+            if role in (InputRole.HYPER, InputRole.CONSTANT):
+                yield f"{_name(node)} writes the {role} {made_by.name}"
+            elif node.meta["trace_index"] is not None or (key in grads and node.meta["phase"] is Phase.NORM):
+                continue
+            elif role is not None:
+                yield f"{_name(node)} writes the {role} {made_by.name}, which the captured program does not do there"
+            elif made_by.meta["trace_index"] is not None:
+                yield f"{_name(node)} writes {_name(made_by)}, which the captured program does not do there"
 
 
 def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
@@ -154,7 +176,7 @@ def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
                 owners.update(dict.fromkeys(storages_of(value), value))
     for grad in gradients_of(graph):
         for key in storages_of(grad):
-            if key in owners and owners[key] is not grad:
+            if key in owners:
                 yield f"the gradient {_name(grad)} shares memory with {_name(owners[key])}"
             owners[key] = grad
 
@@ -179,6 +201,8 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
     expected = 1 if graph.output_of(OutputRole.CLIP_FACTOR) is not None else 0
     norms: Counter[fx.Node] = Counter()
     scalings: Counter[fx.Node] = Counter()
+    grads = gradients_of(graph)
+    by_storage = {key: grad for grad in grads for key in storages_of(grad)}
     for node in graph.calls:
         if node.meta["phase"] is not Phase.NORM:
             continue
@@ -188,8 +212,12 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
                 if scalings[operand]:
                     yield f"{_name(operand)} is clipped before its norm is taken"
         for operand in written_nodes(node):
-            scalings[operand] += 1
-    for grad in gradients_of(graph):
+            for key in set(storages_of(operand)):
+                scalings[by_storage.get(key, operand)] += 1
+    for operand in norms:
+        if operand.op == "call_function" and operand.meta["phase"] in _CAPTURED and operand not in grads:
+            yield f"{_name(operand)} enters the norm and no update"
+    for grad in grads:
         if norms[grad] != 1:
             yield f"the gradient {_name(grad)} enters the norm {norms[grad]} times"
         if scalings[grad] != expected:
@@ -225,8 +253,12 @@ def metadata_matches_operators(graph: StepGraph) -> Iterator[str]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         if any(_is_symbolic(v) for n in (node, *node.all_input_nodes) for v in _flat(n.meta["val"])):
             continue
-        with graph.fake_mode, torch.no_grad():
-            derived = node.target(*args, **kwargs)
+        try:
+            with graph.fake_mode, torch.no_grad():
+                derived = node.target(*args, **kwargs)
+        except Exception as error:
+            yield f"{_name(node)} cannot run on its operands' fake values: {str(error).splitlines()[0]}"
+            continue
         before, after = ([_layout(t) for t in tensors_in(v)] for v in (node.meta["val"], derived))
         if before != after:
             yield f"{_name(node)} is recorded as {before} and computes {after}"
@@ -258,7 +290,7 @@ RULES: tuple[Rule, ...] = (
     phases_in_order,
     captured_effects_happen_once,
     reads_see_the_same_writes,
-    inputs_written_by_update_only,
+    writes_are_captured,
     gradients_own_their_memory,
     gradients_pass_norm_and_clip_once,
     gate_guards_the_update,

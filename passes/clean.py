@@ -64,6 +64,7 @@ def _merge_equal(graph: StepGraph) -> None:
     storages = StorageMap(graph.graph)
     returned = {key for value in graph.output_values if isinstance(value, fx.Node) for key in storages_of(value)}
     seen: dict[Hashable, fx.Node] = {}
+    moved: set[int] = set()
     for node in graph.calls:
         if not effects_of(node).pure or storages.touches_written(node) or family_of(node.target) in _UNINITIALISED:
             continue
@@ -77,6 +78,15 @@ def _merge_equal(graph: StepGraph) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             graph.graph.erase_node(node)
+            moved.update(storages_of(node))
+        elif moved.intersection(storages_of(node)):
+            _rederive(graph, node)  # a view of a call that is gone is now a view of the call that stayed
+
+
+def _rederive(graph: StepGraph, node: fx.Node) -> None:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with graph.fake_mode, torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
@@ -87,7 +97,7 @@ def _freeze(value: Any) -> Hashable:
         return tuple(_freeze(v) for v in value)
     if isinstance(value, dict):
         return tuple((k, _freeze(v)) for k, v in sorted(value.items()))
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (bool, int, float, complex)):
         return (type(value), repr(value))  # 1, 1.0 and True are equal to Python, 0.0 and -0.0 too
     return value  # type: ignore[no-any-return]
 

@@ -12,12 +12,13 @@ import torch
 from torch import fx
 
 from ..graph import StepGraph, effects_of
+from ..torch_compat import grad_mode_below_autograd
 
 _numbers = count()
 
 
 class EagerExecutor:
-    """Executes the nodes in the graph's order with the operators that eager would call.
+    """Executes the nodes in the graph's order with the operators that eager would call, in eager's grad mode.
 
     The generated function takes the list of inputs and empties it, so that no reference but the caller's keeps an input
     alive. After a gate that is not 0, nothing runs and outputs that would have been computed there are None.
@@ -40,7 +41,7 @@ class EagerExecutor:
 
 
 def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"graded": grad_mode_below_autograd}
     names: dict[fx.Node, str] = {}
     constants = _Constants(namespace)
     last_uses = _last_uses(graph)
@@ -52,10 +53,14 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
         lines += [f"    {', '.join(names[n] for n in placeholders)}, = inputs", "    inputs.clear()"]
     unused = [names[n] for n in placeholders if not n.users]
     lines += [f"    del {name}" for name in unused]
-    indent = "    "
+    base = "    "
     behind_gate: list[fx.Node] = []
-    is_gated = False
+    is_gated = is_graded = False
     for i, node in enumerate(graph.calls):
+        if node.meta["grad_mode"] != is_graded:
+            is_graded = not is_graded
+            lines += [f"{base}with graded():"] if is_graded else []
+        indent = base + "    " * is_graded
         names[node] = f"v{i}"
         args = [_literal(a, names, constants) for a in node.args]
         args += [f"{k}={_literal(v, names, constants)}" for k, v in node.kwargs.items()]
@@ -68,10 +73,10 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
             lines.append(f"{indent}del {', '.join(freed)}")
         if effects_of(node).control:
             lines.append(f"{indent}if {names[node]}.item() == 0:")
-            indent, is_gated = indent + "    ", True
+            base, is_gated = base + "    ", True
     if is_gated:
         computed = [v for v in graph.output_values if isinstance(v, fx.Node) and v in behind_gate]
-        lines.append(f"{indent}pass")
+        lines.append(f"{base}pass")
         if computed:
             lines.append("    else:")
             lines += [f"        {names[v]} = None" for v in computed]

@@ -12,47 +12,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture import CapturedUpdate, HeldTensor, ModuleTensors, group_constants, hypers_of, state_signature
+from ..capture import CapturedUpdate, ModuleTensors, group_constants, hypers_of, state_signature
 from ..errors import GuardError
-from ..torch_compat import hooks_of_all, optimizer_hooks_of
+from ..torch_compat import hooks_of_all, module_hooks_of, optimizer_hooks_of
 
 
 class ModelGuard:
-    """Watches a model: parameters must stay the same objects; everything else that varies selects a capture.
+    """Watches a model: its modules and parameters must stay the same objects; what else varies selects a capture.
 
-    ``training`` flags, ``requires_grad``, dtypes, the device and buffer shapes make up :meth:`signature`, so that toggling
-    between two settings goes back and forth between two captures.
+    ``training`` flags, ``requires_grad``, the parameters' memory layout, hooks and buffer shapes make up :meth:`signature`,
+    so that toggling between two settings goes back and forth between two captures.
     """
 
     def __init__(self, model: nn.Module, tensors: ModuleTensors) -> None:
-        self._modules = list(model.modules())
-        self._held = tensors.params
+        self._named = list(model.named_modules())
+        self._modules = [module for _, module in self._named]
+        self._children = [m._modules for m in self._modules]
+        self._registered = [m._parameters for m in self._modules]
+        self._seen_children = [c for d in self._children for c in d.values()]
+        self._seen_registered = [p for d in self._registered for p in d.values()]
         self._params = [h.tensor for h in tensors.params]
-        self._slots = [(h.owner._parameters, h.attribute) for h in tensors.params]
+        self._hooks = module_hooks_of(self._modules)
         self._others = tensors.buffers + tensors.attributes
         self._seen_others: list[Any] = []
         self._others_signature: Hashable = ()
+        self._addresses: list[int] = []
+        self._layouts: Hashable = ()
         self._last: list[Any] = []
         self._last_number = -1
         self._numbers: dict[Hashable, int] = {}
+        self._before = [dict(d) for d in self._children + self._registered]
 
     def check(self) -> None:
-        """Raises :class:`GuardError` where a parameter was replaced by another object."""
-        try:
-            if all(map(is_, [registered[name] for registered, name in self._slots], self._params)):
-                return
-        except KeyError:
-            pass
-        held = next(h for h in self._held if h.current() is not h.tensor)
-        raise _replaced(held, held.current())
+        """Raises :class:`GuardError` where a module or a parameter was replaced, added or removed."""
+        children = [c for d in self._children for c in d.values()]
+        registered = [p for d in self._registered for p in d.values()]
+        if (
+            len(children) == len(self._seen_children)
+            and len(registered) == len(self._seen_registered)
+            and all(map(is_, children, self._seen_children))
+            and all(map(is_, registered, self._seen_registered))
+        ):
+            return
+        watched = list(
+            zip([p for p, _ in self._named] * 2, self._children + self._registered, self._before, strict=True)
+        )
+        for path, now, before in watched:
+            for name in dict.fromkeys([*before, *now]):
+                if now.get(name) is not before.get(name):
+                    raise _replaced(f"{path}.{name}" if path else name, before.get(name), now.get(name))
 
     def signature(self) -> int:
         """A number that stands for everything about the model that a capture bakes in."""
         now = [
             [m.training for m in self._modules],
             [p.requires_grad for p in self._params],
-            [p.dtype for p in self._params],
-            self._params[0].device,
+            self._layout_signature(),
+            [tuple(map(id, hooks.values())) for hooks in self._hooks] if any(self._hooks) else [],
             hooks_of_all(self._params),
             self._buffer_signature(),
             _ambient_state(),
@@ -61,6 +77,14 @@ class ModelGuard:
             key = tuple(tuple(part) if isinstance(part, list) else part for part in now)
             self._last, self._last_number = now, self._numbers.setdefault(key, len(self._numbers))
         return self._last_number
+
+    def _layout_signature(self) -> Hashable:
+        """Dtypes, devices, shapes and strides, read again only where a parameter's memory is elsewhere than before."""
+        addresses = [p.data_ptr() for p in self._params]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._layouts = tuple((p.dtype, p.device, p.shape, p.stride()) for p in self._params)
+        return self._layouts
 
     def _buffer_signature(self) -> Hashable:
         now = [h.current() for h in self._others]
@@ -72,12 +96,13 @@ class ModelGuard:
         return self._others_signature
 
 
-def _replaced(held: HeldTensor, now: Any) -> GuardError:
-    how = "removed" if now is None else f"replaced by another {type(now).__name__}"
+def _replaced(path: str, before: Any, now: Any) -> GuardError:
+    kind = "parameter" if isinstance(before if now is None else now, Tensor) else "module"
+    how = "removed" if now is None else "added" if before is None else "replaced by another object"
     return GuardError(
-        f"parameter {held.key!r} was {how} after the step was compiled, while the optimizer still updates the old one "
-        "(load_state_dict(assign=True) does this, and so does assigning a new Parameter). Build a new optimizer from "
-        "model.parameters() and compile the step again; load_state_dict without assign keeps the parameters."
+        f"{kind} {path!r} was {how} after the step was compiled. The step would go on with what was there before, and so would "
+        "the optimizer (load_state_dict(assign=True), assigning a Parameter and replacing a submodule do this). Build a new "
+        "optimizer from model.parameters() and compile the step again; load_state_dict without assign keeps the parameters."
     )
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..capture import FlatBatch, LossCall, flatten_batch, regions_run_once
-from ..graph import Phase, StepGraph, effects_of, family_of, tensors_in, written_nodes
-from ..torch_compat import TorchDispatchMode
+from ..graph import InputRole, Phase, StepGraph, effects_of, family_of, tensors_in, writes_of
+from ..torch_compat import TorchDispatchMode, grad_mode_below_autograd
 from .rollback import rolled_back
 
 if TYPE_CHECKING:
@@ -40,13 +40,20 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        written = [
-            args[i]
-            for i, a in enumerate(func._schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write and i < len(args)
-        ]
-        self.calls.append(_Call(_family(func), digest(family_of(func), out, written)))
+        self.calls.append(_Call(_family(func), digest(family_of(func), out, _written(func, args, kwargs or {}))))
         return out
+
+
+def _written(target: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Values of the arguments that a call writes, in the schema's order; a fused kernel and its twin have the same."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    schema_arguments = target._schema.arguments
+    given = dict(zip((a.name for a in schema_arguments), args, strict=False)) | kwargs
+    names = writes_of(target)
+    if "fused_" in target._schema.name:
+        names = {a.name for a in schema_arguments if str(a.type) == "List[Tensor]" and a.name != "grads"}
+    return [given[a.name] for a in schema_arguments if a.name in names and given.get(a.name) is not None]
 
 
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
@@ -159,7 +166,7 @@ def _record_eager(subject: Subject) -> tuple[list[_Call], list[_Call], list[_Cal
 
 def _expected(program: StepGraph, calls: list[_Call], phases: tuple[Phase, ...]) -> dict[str, _Call]:
     """Pairs the nodes of a program with eager's calls, in order; runs of equal length that differ are paired too."""
-    nodes = [n for n in program.calls if n.meta["phase"] in phases and n.target is not operator.getitem]
+    nodes = [n for n in program.calls if n.meta["phase"] in phases and not _is_ours_alone(n, program)]
     mine, theirs = [_family(n.target) for n in nodes], [c.family for c in calls]
     pairs: dict[str, _Call] = {}
     for tag, a, b, c, d in difflib.SequenceMatcher(None, mine, theirs, autojunk=False).get_opcodes():
@@ -168,16 +175,24 @@ def _expected(program: StepGraph, calls: list[_Call], phases: tuple[Phase, ...])
     return pairs
 
 
+def _is_ours_alone(node: fx.Node, program: StepGraph) -> bool:
+    """Whether eager has no call for the node: it unpacks a list, looks for non-finite values, or reads a hyperparameter."""
+    if node.target is operator.getitem or family_of(node.target) in ("nonfinite_code", "gate"):
+        return True
+    hypers = program.input_nodes(InputRole.HYPER).values()
+    return family_of(node.target) == "_local_scalar_dense" and node.args[0] in hypers
+
+
 def run_nodes(graph: StepGraph, inputs: list[Any]) -> Iterator[tuple[fx.Node, int | None]]:
     """Runs a graph node by node; yields each call with the hash of what it produced and wrote."""
     values: dict[fx.Node, Any] = dict(zip(graph.placeholders, inputs, strict=True))
     remaining = {node: len(node.users) for node in graph.graph.nodes}
     for node in graph.calls:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with torch.no_grad():
+        with grad_mode_below_autograd() if node.meta["grad_mode"] else torch.no_grad():
             out = node.target(*args, **kwargs)  # type: ignore[operator]
         values[node] = out
-        yield node, digest(family_of(node.target), out, [values[w] for w in written_nodes(node)])
+        yield node, digest(family_of(node.target), out, _written(node.target, args, kwargs))
         if effects_of(node).control and int(out):
             return
         for operand in node.all_input_nodes:

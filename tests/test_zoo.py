@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import stepgraph as sg
 import torch
+
+import stepgraph as sg
 
 from . import fixtures, oracle, zoo
 
