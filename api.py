@@ -23,7 +23,7 @@ from .capture import (
     tensors_of,
     varying_leaves,
 )
-from .errors import ConfigError, NonFiniteError, NotYetError, StepGraphWarning
+from .errors import ConfigError, NonFiniteError, NotYetAttributeError, NotYetError, StepGraphWarning
 from .graph import OutputRole, StepGraph
 from .runtime import (
     CompiledBatch,
@@ -36,11 +36,12 @@ from .runtime import (
     describe_nonfinite,
     verify_step,
 )
-from .torch_compat import pytree
+from .torch_compat import mark_stepped, pytree
 
 logger = logging.getLogger("stepgraph")
 
 CAPTURES_BEFORE_WARNING = 8
+_METHODS_TO_COME = ("flush", "plan", "find_nonfinite", "full_params", "state_dict", "load_state_dict", "save", "load")
 
 
 def compile_train_step(
@@ -197,6 +198,11 @@ class TrainStep:
         """
         return self._compiled_for(batch)[1].graph
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS_TO_COME:
+            raise NotYetAttributeError(f"TrainStep.{name} belongs to the contract and is not implemented yet.")
+        raise AttributeError(f"TrainStep has no attribute {name!r}")
+
     @property
     def graph(self) -> StepGraph:
         """The rewritten graph that ran last, or was prepared last."""
@@ -283,7 +289,7 @@ class TrainStep:
         variant.binding.store_created_state(outputs)
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
         if reason is None:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+            mark_stepped(self.optimizer)
         elif self._options.nonfinite == "raise":
             raise NonFiniteError(
                 f"step {self._calls}: {reason}. Parameters and optimizer state are unchanged.", parameter

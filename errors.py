@@ -19,6 +19,10 @@ class NotYetError(ConfigError, NotImplementedError):
     """An argument that is part of the contract and that this version does not implement."""
 
 
+class NotYetAttributeError(NotYetError, AttributeError):
+    """The same for a method or property, so that ``hasattr`` says no."""
+
+
 class CaptureError(StepGraphError, RuntimeError):
     """The model, loss or optimizer could not be turned into a graph. Nothing real was changed.
 

@@ -8,7 +8,7 @@ from .errors import ConfigError
 
 KNOBS: dict[str, str] = {
     "STEPGRAPH_VERIFY": "0: never verify graphs; 1 (default): every rule after every pass; 2: also re-derive all metadata",
-    "STEPGRAPH_DUMP": "folder that the graph's text form is written to before and after each pass",
+    "STEPGRAPH_DUMP": "folder for the graph's text form before and after each pass, in a subfolder for each rewrite",
     "STEPGRAPH_DISABLE": "names of optional passes to leave out, separated by commas",
 }
 

@@ -1,6 +1,7 @@
 """Every private name of torch that stepgraph uses, with the version it was seen in.
 
-Nothing else in the package may import a name of torch that starts with an underscore, or reach into one.
+Nothing else in the package imports a name of torch that starts with an underscore, except for ``torch._ops.OpOverload``, the
+type of a graph's targets, and its ``_schema``, which have no public names.
 """
 
 from __future__ import annotations
@@ -67,10 +68,12 @@ __all__ = [
     "hooks_of_all",
     "hyper_scalar",
     "make_fx",
+    "mark_stepped",
     "module_hooks_of",
     "node_creation_observed",
     "optimizer_hooks_of",
     "pytree",
+    "sequence_number_of",
     "storage_key",
     "tensor_hooks_of",
     "traced_node",
@@ -133,6 +136,16 @@ def dispatch_modes_disabled() -> contextlib.AbstractContextManager[Any]:
 def autograd_sequence_number() -> int:
     """Sequence number that the next autograd node will get. ``_get_sequence_nr`` seen in 2.13."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def sequence_number_of(grad_fn: torch.autograd.graph.Node) -> int:
+    """The sequence number that an autograd node got. ``_sequence_nr`` seen in 2.13."""
+    return int(grad_fn._sequence_nr())
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tells schedulers that the optimizer has stepped, or else they warn. ``_opt_called`` seen in 2.13."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

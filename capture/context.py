@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..graph import Phase
-from ..torch_compat import autograd_sequence_number, node_creation_observed, traced_node
+from ..torch_compat import autograd_sequence_number, node_creation_observed, sequence_number_of, traced_node
 
 _HIDDEN_FRAMES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _TORCH_DIR = _HIDDEN_FRAMES[0] + os.sep
@@ -88,7 +88,7 @@ class TraceContext:
                 continue
             seen.add(node)
             pending.extend(following for following, _ in node.next_functions)
-            origin = self._origin_by_sequence.get(node._sequence_nr())
+            origin = self._origin_by_sequence.get(sequence_number_of(node))
             node.register_prehook(self._enter(origin))
 
     def source_of(self, value: Any) -> str | None:

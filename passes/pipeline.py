@@ -65,7 +65,7 @@ def run_passes(
     """
     disabled = _checked_disabled()
     level = verify_level()
-    folder = dump_folder()
+    folder = _new_dump_folder()
     if level:
         verify(graph, level=level)
     records = []
@@ -121,9 +121,17 @@ def _checked_disabled() -> tuple[str, ...]:
     return names
 
 
-def _dump(folder: str | None, position: int, name: str, when: str, graph: StepGraph) -> None:
-    if folder is None:
-        return
-    path = Path(folder)
+def _new_dump_folder() -> Path | None:
+    """A folder of its own for each run: a step is rewritten once for each form of its update, and for each capture."""
+    if (parent := dump_folder()) is None:
+        return None
+    path = Path(parent)
     path.mkdir(parents=True, exist_ok=True)
-    (path / f"{position:02d}_{name}_{when}.txt").write_text(str(graph) + "\n")
+    folder = path / f"{sum(p.is_dir() for p in path.iterdir()):03d}"
+    folder.mkdir()
+    return folder
+
+
+def _dump(folder: Path | None, position: int, name: str, when: str, graph: StepGraph) -> None:
+    if folder is not None:
+        (folder / f"{position:02d}_{name}_{when}.txt").write_text(f"{graph}\n")

@@ -995,3 +995,14 @@ def test_numbers_left_in_python_warn_and_stay() -> None:
         step.prepare(rows(0, 3, 4))
     assert_same(before, portrait(model, optimizer))
     assert "calls" in step.report()
+
+
+@pytest.mark.parametrize("name", ["flush", "plan", "find_nonfinite", "full_params", "state_dict", "save", "load"])
+def test_methods_that_are_not_there_yet_say_so(name: str) -> None:
+    fixture = fixtures.mlp()
+    step = sg.compile_train_step(fixture.model, torch.optim.SGD(fixture.model.parameters()), loss_fn=fixture.loss_fn)
+    assert not hasattr(step, name)
+    with pytest.raises(sg.NotYetError, match=f"TrainStep.{name} .*not implemented yet"):
+        getattr(step, name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = step.nonsense

@@ -826,6 +826,7 @@ def test_dump_writes_the_graph_before_and_after_each_pass(monkeypatch: pytest.Mo
     monkeypatch.setenv("STEPGRAPH_DUMP", str(folder))
     step = _prepared()
     names = ["clean", "grad_norm", "skip", "update"]
+    folder = folder / "000"
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         f"{i:02d}_{name}_{when}.txt" for i, name in enumerate(names) for when in ("before", "after")
     )

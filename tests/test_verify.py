@@ -359,7 +359,6 @@ UNPAIRED = {"empty_like", "empty", "empty_strided", "new_empty", "getitem", "non
 
 
 @pytest.mark.parametrize("name", ["MLP", "BN", "DROP", "TIED"])
-@pytest.mark.slow
 def test_every_node_made_wrong_is_named(name: str) -> None:
     """Each operator in turn gives another result; whatever eager runs too is named, the rest is at least noticed."""
     fixture = fixtures.FIXTURES[name]()
@@ -480,10 +479,14 @@ def test_number_that_a_closure_changed_is_found() -> None:
     assert report.first.startswith("(root)/mul")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2", "mixtral", "gpt2"])
 @pytest.mark.case("B61")
-def test_mask_of_ones_is_equal_or_the_attention_is_named(name: str) -> None:
+def test_mask_of_ones_is_equal_or_the_attention_is_named(
+    name: str, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eager reads the mask and leaves it out where it is all ones; a trace cannot read it."""
+    monkeypatch.setattr(zoo, "DROPOUT", dropout)
     entry = zoo.ZOO[name]
     model = entry.build()
     batch = entry.batch()
@@ -493,8 +496,9 @@ def test_mask_of_ones_is_equal_or_the_attention_is_named(name: str) -> None:
     if not report.equal:
         assert report.first is not None
         assert "attn" in report.first, str(report)
-    padded = entry.batch(mask="padded")
-    assert step.verify(padded).equal
+    assert not (name == "qwen3" and dropout == 0 and report.equal), "eager takes another kernel there"
+    assert step.verify(entry.batch(mask="padded")).equal
+    assert step.verify(entry.batch()).equal
 
 
 # verify="first"
@@ -538,7 +542,7 @@ def test_first_step_that_differs_warns_and_goes_on() -> None:
 @pytest.mark.parametrize("nonfinite", ["ignore", "skip", "raise"])
 @pytest.mark.case("B07")
 def test_batch_that_is_skipped(nonfinite: str) -> None:
-    """Eager would update by NaN. Under `ignore` so does the graph; otherwise the report says what is the case."""
+    """Eager would update by NaN. Under `ignore` so does the graph; otherwise all but the update is compared."""
     fixture = fixtures.mlp()
     step = compiled(fixture, nonfinite=nonfinite)
     x, y = fixture.batch
@@ -546,8 +550,7 @@ def test_batch_that_is_skipped(nonfinite: str) -> None:
     batch[0][0, 0] = float("nan")
     check = remembered(step)
     report = step.verify(batch)
-    assert report.equal is (nonfinite == "ignore"), str(report)
+    assert report.equal, str(report)
     check()
-    if nonfinite != "ignore":
-        assert "loss" not in " ".join(report.differences), "forward and backward agree"
-        assert "skip" in str(report), "it says that the graph leaves the update out on purpose"
+    assert ("the update is skipped" in str(report)) is (nonfinite != "ignore")
+    assert (report.compared["parameters"] == 0) is (nonfinite != "ignore")
