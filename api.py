@@ -286,7 +286,7 @@ class TrainStep:
         reason, parameter = None, None
         if code is not None and (number := int(code)):
             reason, parameter = describe_nonfinite(number, compiled.step.grad_keys)
-        variant.binding.store_created_state(outputs)
+        variant.binding.store(outputs)
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
         if reason is None:
             mark_stepped(self.optimizer)

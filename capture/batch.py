@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -121,7 +121,9 @@ class FlatBatch:
 
     def copied(self) -> Any:
         """A batch with copies of the tensors."""
-        return self.rebuilt([_copied(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        copies = iter(copy.deepcopy([t.detach() for t in tensors]))  # at once, so that shared memory stays shared
+        return self.rebuilt([_copy_of(leaf, copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
 
 
 def flatten_batch(batch: Any) -> FlatBatch:
@@ -157,8 +159,8 @@ def _is_foreign_mapping(value: Any) -> bool:
     return isinstance(value, Mapping) and not isinstance(value, dict)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _copy_of(tensor: Tensor, copies: Iterator[Tensor]) -> Tensor:
+    return next(copies).requires_grad_(tensor.requires_grad)
 
 
 def _path_name(path: tuple[Any, ...]) -> str:
@@ -171,13 +173,20 @@ def batch_signature(batch: FlatBatch, device: torch.device) -> Hashable:
 
     A meta tensor, as ``prepare`` may be given, stands for one on ``device``.
     """
-    return (batch.spec, tuple([_leaf_signature(leaf, device) for leaf in batch.leaves]))
+    return (batch.spec, tuple([_leaf_signature(leaf, device) for leaf in batch.leaves]), _repeats(batch.leaves))
+
+
+def _repeats(leaves: list[Any]) -> Hashable:
+    """Which tensors occur more than once: writing one then writes the other."""
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    return None if len(set(tensors)) == len(tensors) else tuple(tensors.index(t) for t in tensors)
 
 
 def _leaf_signature(leaf: Any, device: torch.device) -> Hashable:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else leaf.stride()
-        return (leaf.shape, leaf.dtype, device if leaf.is_meta else leaf.device, strides, leaf.requires_grad)
+        bits = (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
+        return (leaf.shape, leaf.dtype, device if leaf.is_meta else leaf.device, strides, bits)
     if isinstance(leaf, (float, complex)):
         return (type(leaf), repr(leaf))  # tells 0.0 from -0.0, and nan equals itself
     if isinstance(leaf, Hashable):

@@ -31,6 +31,13 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
         return error
     if isinstance(error, StepGraphError):
         return error
+    if (operator := _unsupported_operator(error)) is not None:
+        return CaptureError(
+            f"{during} calls {operator}, whose result has a shape or value that only real data determine.",
+            module_path=module,
+            source_line=line,
+            remedy="use an operator whose output shape follows from its inputs' shapes, or compute it outside of the step",
+        )
     if _is_data_dependent(error):
         return CaptureError(
             f"{during} branches on, or takes a shape from, the value of a tensor, which one graph cannot follow: "
@@ -54,6 +61,19 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
         source_line=line,
         remedy="check that the same batch works in eager; the original error is chained below",
     )
+
+
+_READS_A_VALUE = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal")
+
+
+def _unsupported_operator(error: BaseException | None) -> str | None:
+    """The operator that fake tensors cannot run, where that is not just a read of a value in Python."""
+    while error is not None:
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            name = str(getattr(error, "func", error))
+            return None if name.startswith(_READS_A_VALUE) else name
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _is_data_dependent(error: BaseException | None) -> bool:

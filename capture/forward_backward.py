@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +16,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import CaptureError, StepGraphWarning
-from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, StepGraph, family_of
-from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, make_fx, pytree, tensor_hooks_of
+from ..graph import (
+    InputRole,
+    InputSpec,
+    OutputRole,
+    OutputSpec,
+    Phase,
+    StepGraph,
+    effects_of,
+    family_of,
+    storages_of,
+    written_nodes,
+)
+from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, make_fx, pytree, storage_key, tensor_hooks_of
 from .batch import FlatBatch, LossCall
 from .context import TraceContext
 from .failures import capture_error
@@ -36,6 +49,7 @@ class CapturedStep:
         aux_spec: pytree spec of aux.
         aux_constants: leaves of aux that are not tensors, by position.
         fakes: the fake parameters that the capture ran on, by key.
+        region_writes: whether a checkpointed region writes a buffer, which eager's recompute does twice.
         notes: what the user should know about this capture.
     """
 
@@ -45,6 +59,7 @@ class CapturedStep:
     aux_spec: Any = None
     aux_constants: dict[int, Any] = field(default_factory=dict)
     fakes: dict[str, Tensor] = field(default_factory=dict)
+    region_writes: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -65,12 +80,15 @@ def capture_forward_backward(
     trace = _Trace(model, tensors, trained_ids, call, batch)
     state = ModuleState(model)
     try:
-        graph_module = trace.run()
+        try:
+            graph_module = trace.run()
+        finally:
+            state.restore()
+        step = trace.finish(graph_module)
+        trace.check_nothing_leaked()
     except Exception as error:
         raise capture_error(error, trace.context, "the model") from error
-    finally:
-        state.restore()
-    return trace.finish(graph_module)
+    return step
 
 
 class _Trace:
@@ -91,6 +109,9 @@ class _Trace:
         self.aux_spec: Any = None
         self.aux_constants: dict[int, Any] = {}
         self.aux_count = 0
+        self.rebound: list[str] = []
+        self.region_writes = False
+        self.made: list[tuple[weakref.ref[Tensor], str | None]] = []
         self.notes: list[str] = []
         self.fakes: list[Tensor] = []
 
@@ -137,20 +158,25 @@ class _Trace:
             known,
         ):
             before = ModuleState(self.model)
+            storages = {key: storage_key(t) for key, t in stand_ins.items()}
+            hooks = sum(len(tensor_hooks_of(t)) for t in stand_ins.values())
             loss, aux = self.call(self.model, self.batch.rebuilt(leaves))
+            self._check_stand_ins(stand_ins, storages, hooks)
             self._check_python_state(before)
             self._check_loss(loss)
             aux_leaves, self.aux_spec = pytree.tree_flatten(aux)
             self.context.follow_backward(loss)
             wanted = [stand_ins[id(h.tensor)] for h in self.trained]
             grads = torch.autograd.grad(loss, wanted, allow_unused=True)
-            self._write_back_rebound(stand_ins)
+            rebound = self._rebound(stand_ins)
         self.used = [h for h, g in zip(self.trained, grads, strict=True) if g is not None]
         self._check_gradients(grads)
         self.aux_constants = {i: a for i, a in enumerate(aux_leaves) if not isinstance(a, Tensor)}
         aux_tensors = [a.detach() for a in aux_leaves if isinstance(a, Tensor)]
         self.aux_count = len(aux_tensors)
-        return [loss.detach(), *aux_tensors, *(g for g in grads if g is not None)]
+        self.rebound = [name for name, _ in rebound]
+        self.made = known.made
+        return [loss.detach(), *aux_tensors, *(t for _, t in rebound), *(g for g in grads if g is not None)]
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor):
@@ -190,27 +216,42 @@ class _Trace:
                     remedy="use dense gradients (sparse=False)",
                 )
 
-    def _write_back_rebound(self, stand_ins: dict[int, Tensor]) -> None:
-        """A buffer that forward replaced by a new tensor (``self.n = self.n + 1``) is copied into the real one."""
-        rebound = []
+    def _rebound(self, stand_ins: dict[int, Tensor]) -> list[tuple[str, Tensor]]:
+        """Places that forward bound to another tensor (``self.n = self.n + 1``), and that tensor."""
+        found = []
         for held in self.tensors.buffers + self.tensors.attributes:
-            now, before = held.current(), stand_ins[id(held.tensor)]
-            if now is before:
-                continue
-            if now.shape != before.shape or now.dtype != before.dtype or now.device != before.device:
+            before = stand_ins[id(held.tensor)]
+            for slot in held.slots:
+                now = slot.get()
+                if now is before or slot.kind == "param":
+                    continue
+                if now.shape != before.shape or now.dtype != before.dtype or now.device != before.device:
+                    raise CaptureError(
+                        f"forward replaces {slot.name!r} ({list(before.shape)}, {before.dtype}) by a tensor of another kind "
+                        f"({list(now.shape)}, {now.dtype}).",
+                        module_path=slot.name.rpartition(".")[0],
+                        source_line=self.context.source_of(now),
+                        remedy="keep its shape, dtype and device, or write it in place",
+                    )
+                found.append((slot.name, now.detach()))
+        return found
+
+    def _check_stand_ins(self, stand_ins: dict[int, Tensor], storages: dict[int, int], hooks: int) -> None:
+        """Refuses what forward does to the tensors themselves and a graph cannot do: other memory, more hooks."""
+        for held in self.held:
+            stand_in = stand_ins[id(held.tensor)]
+            if storage_key(stand_in) != storages[id(held.tensor)]:
                 raise CaptureError(
-                    f"forward replaces {held.key!r} ({list(before.shape)}, {before.dtype}) by a tensor of another kind "
-                    f"({list(now.shape)}, {now.dtype}).",
+                    f"forward assigns {held.key}.data.",
                     module_path=held.key.rpartition(".")[0],
-                    remedy="keep its shape, dtype and device, or write it in place",
+                    remedy="write it in place (p.data.copy_(...)), or compute with a value derived from it",
                 )
-            rebound.append((before, now))
-        with torch.no_grad():
-            values = [
-                now.clone() if len(rebound) > 1 else now for _, now in rebound
-            ]  # they may hold each other's values
-            for (before, _), value in zip(rebound, values, strict=True):
-                before.copy_(value)
+        if sum(len(tensor_hooks_of(t)) for t in stand_ins.values()) != hooks:
+            raise CaptureError(
+                "forward registers a hook on a parameter or buffer, at every step one more.",
+                module_path="",
+                remedy="register it once, before the step is compiled",
+            )
 
     def _check_python_state(self, before: ModuleState) -> None:
         """Refuses tensors that appear in or vanish from attributes; reports other changes."""
@@ -235,6 +276,50 @@ class _Trace:
             self.notes.append(note)
             warnings.warn(StepGraphWarning(note), stacklevel=2)
 
+    def _region_notes(self, step_graph: StepGraph) -> list[str]:
+        """What differs from eager in checkpointed regions, and that their values are kept for now."""
+        regions = self.recorder.regions
+        if not regions:
+            return []
+        notes = [
+            f"{len(regions)} checkpointed regions were captured once; without a recompute pass their values are kept"
+        ]
+        inputs = {key for node in step_graph.placeholders for key in storages_of(node)}
+        for node in step_graph.calls:
+            if node.meta["region"] is None or node.meta["phase"] is not Phase.FORWARD:
+                continue
+            region = regions[node.meta["region"]]
+            if _writes_persistent(node, inputs):
+                self.region_writes = True
+                notes.append(
+                    f"{node.meta['key'].name} writes in a checkpointed region: once here, twice in eager's recompute"
+                )
+            if effects_of(node).random and not region.preserve_rng_state:
+                note = (
+                    f"the checkpointed region at {region.source} draws random numbers with preserve_rng_state=False: eager's "
+                    "recompute would draw others than forward did; here they are drawn once"
+                )
+                notes.append(note)
+                warnings.warn(StepGraphWarning(note), stacklevel=2)
+        return list(dict.fromkeys(notes))
+
+    def check_nothing_leaked(self) -> None:
+        """Refuses models and losses that keep a tensor of the step outside of the model: it would stay a fake one."""
+        alive = [(ref, source) for ref, source in self.made if ref() is not None]
+        if not alive:
+            return
+        gc.collect()  # autograd graphs and closures may be in cycles
+        for ref, source in alive:
+            if (kept := ref()) is not None:
+                holders = [type(r).__name__ for r in gc.get_referrers(kept) if r is not self.__dict__]
+                raise CaptureError(
+                    f"a tensor of the step ({list(kept.shape)}, {kept.dtype}) is kept outside of the model"
+                    + (f", in a {holders[0]}" if holders else "")
+                    + ". There it is a stand-in without values, and later steps would not update it.",
+                    source_line=source,
+                    remedy="return it as aux and keep it after the step, or keep it in a buffer of the model",
+                )
+
     def finish(self, graph_module: fx.GraphModule) -> CapturedStep:
         graph = graph_module.graph
         drop_profiler_marks(graph)
@@ -244,11 +329,13 @@ class _Trace:
         grad_keys = [h.key for h in self.used]
         outputs = [OutputSpec(OutputRole.LOSS)]
         outputs += [OutputSpec(OutputRole.AUX, str(i)) for i in range(self.aux_count)]
+        outputs += [OutputSpec(OutputRole.BUFFER, name) for name in self.rebound]
         outputs += [OutputSpec(OutputRole.GRAD, key) for key in grad_keys]
         flat_outputs = pytree.tree_leaves(graph.output_node().args[0])
         graph.output_node().args = (flat_outputs,)
         step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode, regions=self.recorder.regions)
         lift_constants(step_graph, graph_module)
+        _check_constants_unwritten(step_graph)
         for node in step_graph.calls:
             step_graph.assign_key(node, node.meta.pop("module"), family_of(node.target), node.meta["phase"])
         step_graph.record_effects()
@@ -258,18 +345,32 @@ class _Trace:
         notes = self.notes + (
             [f"no gradient reaches {', '.join(unused)}: never updated, as in eager"] if unused else []
         )
-        if self.recorder.regions:
-            notes.append(
-                f"{len(self.recorder.regions)} checkpointed regions were captured once; without a recompute pass their "
-                "values are kept"
-            )
+        notes += self._region_notes(step_graph)
         fakes = {h.key: fake for h, fake in zip(self.tensors.params, self.fakes, strict=False)}
-        return CapturedStep(step_graph, grad_keys, unused, self.aux_spec, self.aux_constants, fakes, notes)
+        return CapturedStep(
+            step_graph, grad_keys, unused, self.aux_spec, self.aux_constants, fakes, self.region_writes, notes
+        )
+
+
+def _writes_persistent(node: fx.Node, inputs: set[int]) -> bool:
+    return any(key in inputs for operand in written_nodes(node) for key in storages_of(operand))
 
 
 def _spec_of(held: HeldTensor) -> InputSpec:
     role = InputRole.PARAM if held.kind == "param" else InputRole.BUFFER
     return InputSpec(role, held.key, tuple(held.names[1:]))
+
+
+def _check_constants_unwritten(step_graph: StepGraph) -> None:
+    constants = {key for node in step_graph.input_nodes(InputRole.CONSTANT).values() for key in storages_of(node)}
+    for node in step_graph.calls:
+        if any(key in constants for operand in written_nodes(node) for key in storages_of(operand)):
+            raise CaptureError(
+                "a tensor that belongs neither to the model nor to the batch is written in place.",
+                module_path=node.meta["module"],
+                source_line=node.meta["source"],
+                remedy="make it a buffer of the model, or return what changes as aux",
+            )
 
 
 def lift_constants(step_graph: StepGraph, graph_module: fx.GraphModule) -> None:

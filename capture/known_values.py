@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,17 +26,23 @@ from ..torch_compat import (
     pytree,
     storage_key,
 )
+from .context import user_source_line
 
 LARGEST_KNOWN_NUMEL = 1 << 20
 _UNINITIALISED = ("empty", "new_empty")
 
 
 class KnownValues(TorchDispatchMode):
-    """Follows a trace and keeps the real value of every fake tensor that depends on nothing but constants."""
+    """Follows a trace and keeps the real value of every fake tensor that depends on nothing but constants.
+
+    Attributes:
+        made: every tensor that the traced code made, weakly, with the source line that made it.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._values: Any = WeakTensorKeyDictionary()
+        self.made: list[tuple[weakref.ref[Tensor], str | None]] = []
 
     def is_known(self, value: Any) -> bool:
         """Whether ``value`` is a fake tensor whose real value is known."""
@@ -51,6 +58,8 @@ class KnownValues(TorchDispatchMode):
         self._forget_written(func, args, operands)
         out = func(*args, **kwargs)
         results = tensors_in(out)
+        source = user_source_line()
+        self.made += [(weakref.ref(t), source) for t in results if not any(t is o for o in operands)]
         if real_args is not None and results and all(_is_small(t) for t in results):
             with dispatch_modes_disabled():
                 real = func(*real_args[0], **real_args[1])

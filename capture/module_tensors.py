@@ -18,39 +18,74 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclass(eq=False)
-class HeldTensor:
-    """One tensor of a module.
+@dataclass(frozen=True)
+class Slot:
+    """One place that holds a tensor.
 
     Attributes:
-        tensor: the real tensor.
-        names: every path that it is reachable by; the first is its key.
-        owner: module that holds it under the first name.
+        name: its path.
+        owner: module that holds it.
         attribute: its name there.
         kind: ``param``, ``buffer``, or ``attribute`` for what is not registered.
         item: index or key within the attribute where that is a list, tuple or dict, else None.
     """
 
-    tensor: Tensor
-    names: list[str]
+    name: str
     owner: nn.Module
     attribute: str
     kind: str
     item: int | str | None = None
 
-    @property
-    def key(self) -> str:
-        """The first name."""
-        return self.names[0]
-
-    def current(self) -> Any:
-        """What the owner holds under that attribute now."""
+    def get(self) -> Any:
+        """What is there now."""
         if self.kind == "param":
             return self.owner._parameters.get(self.attribute)
         if self.kind == "buffer":
             return self.owner._buffers.get(self.attribute)
         value = self.owner.__dict__.get(self.attribute)
         return value if self.item is None or value is None else value[self.item]
+
+    def put(self, tensor: Tensor) -> None:
+        """Binds another tensor there, as ``module.attribute = tensor`` does."""
+        if self.kind == "buffer":
+            self.owner._buffers[self.attribute] = tensor
+        elif self.item is None:
+            self.owner.__dict__[self.attribute] = tensor
+        else:
+            container = self.owner.__dict__[self.attribute]
+            if isinstance(container, tuple):
+                items = list(container)
+                items[self.item] = tensor  # type: ignore[index]
+                self.owner.__dict__[self.attribute] = tuple(items)
+            else:
+                container[self.item] = tensor
+
+
+@dataclass(eq=False)
+class HeldTensor:
+    """One tensor of a module, and every place that holds it; the first place names it."""
+
+    tensor: Tensor
+    slots: list[Slot]
+
+    @property
+    def key(self) -> str:
+        """The first name."""
+        return self.slots[0].name
+
+    @property
+    def kind(self) -> str:
+        """Kind of the first place."""
+        return self.slots[0].kind
+
+    @property
+    def names(self) -> list[str]:
+        """Every name."""
+        return [slot.name for slot in self.slots]
+
+    def current(self) -> Any:
+        """What the first place holds now."""
+        return self.slots[0].get()
 
 
 @dataclass
@@ -72,39 +107,28 @@ def tensors_of(model: nn.Module) -> ModuleTensors:
     found = ModuleTensors()
     by_id: dict[int, HeldTensor] = {}
 
-    def add(
-        group: list[HeldTensor],
-        tensor: Tensor,
-        name: str,
-        owner: nn.Module,
-        attribute: str,
-        kind: str,
-        item: int | str | None = None,
-    ) -> None:
-        if id(tensor) in by_id:
-            held = by_id[id(tensor)]
-            if kind == held.kind:
-                held.names.append(name)
-            return
-        held = by_id[id(tensor)] = HeldTensor(tensor, [name], owner, attribute, kind, item)
-        group.append(held)
+    def add(group: list[HeldTensor], tensor: Tensor, slot: Slot) -> None:
+        if id(tensor) not in by_id:
+            by_id[id(tensor)] = HeldTensor(tensor, [])
+            group.append(by_id[id(tensor)])
+        by_id[id(tensor)].slots.append(slot)
 
     modules = list(model.named_modules())
     for path, module in modules:
         for name, param in module._parameters.items():
             if param is not None:
-                add(found.params, param, _join(path, name), module, name, "param")
+                add(found.params, param, Slot(_join(path, name), module, name, "param"))
     for path, module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                add(found.buffers, buffer, _join(path, name), module, name, "buffer")
+                add(found.buffers, buffer, Slot(_join(path, name), module, name, "buffer"))
     for path, module in modules:
         for name, value in module.__dict__.items():
             if name in _MODULE_INTERNALS:
                 continue
             for item, tensor in _tensors_within(value):
                 full = name if item is None else f"{name}.{item}"
-                add(found.attributes, tensor, _join(path, full), module, name, "attribute", item)
+                add(found.attributes, tensor, Slot(_join(path, full), module, name, "attribute", item))
     return found
 
 
@@ -131,9 +155,15 @@ class ModuleState:
         self._records = [_ModuleRecord(path, module) for path, module in model.named_modules()]
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Puts everything back. A module that cannot be restored keeps no other from it; the first error is raised."""
+        errors = []
         for record in self._records:
-            record.restore()
+            try:
+                record.restore()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def changed_attributes(self) -> list[tuple[str, bool]]:
         """Attributes and registered tensors that are new, gone or changed, and whether the number of tensors did.

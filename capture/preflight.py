@@ -40,6 +40,12 @@ def check_model(model: nn.Module, tensors: ModuleTensors) -> torch.device:
     if not devices:
         raise ConfigError("the model has no parameters, so there is nothing to train")
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'!r} is a ScriptModule, which runs outside of Python and cannot be traced.",
+                module_path=path,
+                remedy="use the module that it was made from",
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise CaptureError(
                 f"{type(module).__name__} {path!r} asks for sparse gradients, which are not supported.",
@@ -103,7 +109,8 @@ def check_optimizer(optimizer: Any, tensors: ModuleTensors) -> None:
                 raise ConfigError(
                     f"parameter {position} of optimizer group {index} (shape {list(param.shape)}) does not belong to the "
                     "model. The step would never update it. Build the optimizer from model.parameters(), after the last "
-                    "change of the model's structure or device."
+                    "change of the model's structure or device; if it belongs to a criterion, put model and criterion into one "
+                    "module."
                 )
             ours += 1
     if not ours:

@@ -32,6 +32,7 @@ class Region:
         module_path: module that asked for it.
         source: ``file:line`` of the call.
         reentrant: which implementation was asked for.
+        preserve_rng_state: whether eager's recompute would draw the same random numbers again.
         context_fn: the selective-checkpointing policy, or None.
     """
 
@@ -39,6 +40,7 @@ class Region:
     module_path: str
     source: str | None
     reentrant: bool
+    preserve_rng_state: bool = True
     context_fn: Callable[[], Any] | None = None
 
 
@@ -64,11 +66,12 @@ class RegionRecorder:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        with self._region(reentrant=False, context_fn=None if context_fn is noop_context_fn else context_fn):
+        policy = None if context_fn is noop_context_fn else context_fn
+        with self._region(reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=policy):
             yield
 
     def _reentrant(self, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        with self._region(reentrant=True, context_fn=None):
+        with self._region(reentrant=True, preserve_rng_state=preserve_rng_state, context_fn=None):
             if any(isinstance(a, Tensor) and a.requires_grad for a in args):
                 return run_function(*args)
             warnings.warn(
@@ -82,9 +85,12 @@ class RegionRecorder:
                 return run_function(*args)
 
     @contextlib.contextmanager
-    def _region(self, *, reentrant: bool, context_fn: Callable[[], Any] | None) -> Iterator[None]:
+    def _region(
+        self, *, reentrant: bool, preserve_rng_state: bool, context_fn: Callable[[], Any] | None
+    ) -> Iterator[None]:
         context = self._context
-        region = Region(len(self.regions), context.module_path, user_source_line(), reentrant, context_fn)
+        number, source = len(self.regions), user_source_line()
+        region = Region(number, context.module_path, source, reentrant, preserve_rng_state, context_fn)
         self.regions.append(region)
         outer, context.region = context.region, region.number
         before = ModuleState(self._model)

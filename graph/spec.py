@@ -47,6 +47,7 @@ class OutputRole(str, enum.Enum):
     NORM = "norm"
     CLIP_FACTOR = "clip_factor"
     NONFINITE = "nonfinite"
+    BUFFER = "buffer"  # the tensor that forward bound to a buffer or attribute, to be bound by the runtime
     STATE = "state"  # optimizer state that the step created, to be stored by the runtime
 
     def __str__(self) -> str:

@@ -170,7 +170,7 @@ def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
     owners: dict[int, fx.Node] = {}
     for node in graph.placeholders:
         owners.update(dict.fromkeys(storages_of(node), node))
-    for role in (OutputRole.LOSS, OutputRole.AUX):
+    for role in (OutputRole.LOSS, OutputRole.AUX, OutputRole.BUFFER):
         for value in graph.output_nodes(role).values():
             if isinstance(value, fx.Node):
                 owners.update(dict.fromkeys(storages_of(value), value))

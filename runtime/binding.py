@@ -51,6 +51,8 @@ class Binding:
                 raise GuardError(f"nothing to bind for the input {spec}")
         first = self._states[0][0] if self._states else 0
         self._state_slice = slice(first, first + len(self._states))  # the update pass adds them in one run
+        slots = {slot.name: slot for h in tensors.buffers + tensors.attributes for slot in h.slots}
+        self._rebound = [(i, slots[s.key]) for i, s in enumerate(graph.outputs) if s.role is OutputRole.BUFFER]
         self._created = [
             (i, *spec.key.partition("/")[::2]) for i, spec in enumerate(graph.outputs) if spec.role is OutputRole.STATE
         ]
@@ -80,8 +82,13 @@ class Binding:
             self._entries = [(state[param], name) for _, param, name in self._states]
         return self._entries
 
-    def store_created_state(self, outputs: list[Any]) -> None:
-        """Hands the state entries that the graph created to the optimizer; does nothing after a skipped update."""
+    def store(self, outputs: list[Any]) -> None:
+        """Binds what forward bound to buffers and attributes, and hands the optimizer the state that the update created.
+
+        After a skipped update there is no such state.
+        """
+        for position, slot in self._rebound:
+            slot.put(outputs[position])
         for position, key, name in self._created:
             if outputs[position] is not None:
                 self._optimizer.state[self._params[key]][name] = outputs[position]

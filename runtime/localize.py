@@ -7,6 +7,7 @@ of eager's clipping and ``optimizer.step()``. Hashes keep the memory at that of 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import operator
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from ..capture import FlatBatch, LossCall, flatten_batch, regions_run_once
 from ..graph import InputRole, Phase, StepGraph, effects_of, family_of, tensors_in, writes_of
-from ..torch_compat import TorchDispatchMode, grad_mode_below_autograd
+from ..torch_compat import TorchDispatchMode, grad_mode_below_autograd, storage_key
 from .rollback import rolled_back
 
 if TYPE_CHECKING:
@@ -104,11 +105,24 @@ class Subject:
 
 def run_eager(subject: Subject) -> tuple[Tensor, Any, Tensor]:
     """The plain loop: backward, norm, clip, step. Returns loss, aux and norm."""
-    loss, aux = subject.call(subject.model, subject.batch.copied())
-    loss.backward()
+    once = subject.compiled.step.region_writes  # eager's recompute would write a second time
+    with regions_run_once(subject.model) if once else contextlib.nullcontext():
+        loss, aux = subject.call(subject.model, subject.batch.copied())
+        loss.backward()
+    _own_gradients(subject.trained())
     norm = _clip(subject)
     subject.optimizer.step()
     return loss, aux, norm
+
+
+def _own_gradients(params: list[Tensor]) -> None:
+    """Parts gradients that share memory, which eager's in-place clipping would scale once for each of them."""
+    seen: set[int] = set()
+    for param in params:
+        if param.grad is not None:
+            if storage_key(param.grad) in seen:
+                param.grad = param.grad.clone()
+            seen.add(storage_key(param.grad))
 
 
 def _clip(subject: Subject) -> Tensor:

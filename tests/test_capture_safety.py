@@ -864,7 +864,7 @@ NOT_YET: list[tuple[str, Any]] = [
     ("accumulate", 4),
     ("memory_budget", "8GiB"),
     ("memory_budget", 1 << 30),
-    ("mesh", object()),
+    ("mesh", "a mesh"),
     ("reduce_dtype", torch.bfloat16),
     ("numerics", "fast"),
     ("lowering", "inductor"),

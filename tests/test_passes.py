@@ -97,7 +97,7 @@ def run(graph: StepGraph, of: Subject, batch: Any = None) -> Run:
     with fixtures.seeded(0):
         outputs = EagerExecutor(graph)(binding.inputs(leaves))
         random_state = torch.get_rng_state()
-    binding.store_created_state(outputs)
+    binding.store(outputs)
     state = [dict(optimizer.state[p]) for p in model.parameters() if p in optimizer.state]
     named = {str(spec): value for spec, value in zip(graph.outputs, outputs, strict=True)}
     return Run(named, dict(model.named_parameters()), dict(model.named_buffers()), state, random_state)
