@@ -237,17 +237,21 @@ def has_post_accumulate_hooks(param: Tensor) -> bool:
 
 
 def hooks_of_all(params: list[Tensor]) -> list[tuple[int, ...]]:
-    """Identities of the hooks on each of ``params``; empty where none has any. Attribute names seen in 2.13."""
+    """Handles of the hooks on each of ``params``; empty where none has any. Attribute names seen in 2.13.
+
+    Handles count up and are never used again, unlike the identities of functions.
+    """
     both = [p._backward_hooks for p in params], [getattr(p, "_post_accumulate_grad_hooks", None) for p in params]
     if all(hooks.count(None) == len(hooks) for hooks in both):
         return []
-    return [tuple(id(hook) for hook in (hooks or {}).values()) for kind in both for hooks in kind]
+    return [tuple(hooks or {}) for kind in both for hooks in kind]
 
 
 def module_hooks_of(modules: list[torch.nn.Module]) -> list[dict[int, Any]]:
-    """The dicts that hold the modules' hooks, live. Attribute names seen in 2.13."""
+    """The dicts that hold the modules' hooks and those of all modules, live. Attribute names seen in 2.13."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return [getattr(module, kind) for module in modules for kind in kinds]
+    everywhere = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in kinds]
+    return [getattr(module, kind) for module in modules for kind in kinds] + everywhere
 
 
 def tensor_hooks_of(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:

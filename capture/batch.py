@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError, ConfigError
-from ..torch_compat import pytree
+from ..torch_compat import pytree, storage_key
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,14 @@ def batch_signature(batch: FlatBatch, device: torch.device) -> Hashable:
 
 
 def _repeats(leaves: list[Any]) -> Hashable:
-    """Which tensors occur more than once: writing one then writes the other."""
-    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-    return None if len(set(tensors)) == len(tensors) else tuple(tensors.index(t) for t in tensors)
+    """Which tensors share memory, and where: writing one then writes the other."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
+    if len(tensors) < 2:
+        return None
+    keys = [storage_key(t) for t in tensors]
+    if len(set(keys)) == len(keys):
+        return None
+    return tuple((keys.index(key), t.storage_offset(), t.stride()) for key, t in zip(keys, tensors, strict=True))
 
 
 def _leaf_signature(leaf: Any, device: torch.device) -> Hashable:

@@ -38,7 +38,7 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
             source_line=line,
             remedy="use an operator whose output shape follows from its inputs' shapes, or compute it outside of the step",
         )
-    if _is_data_dependent(error):
+    if is_data_dependent(error):
         return CaptureError(
             f"{during} branches on, or takes a shape from, the value of a tensor, which one graph cannot follow: "
             f"{_first_line(error)}",
@@ -47,7 +47,7 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
             remedy="express the choice with torch.where or a mask; take numbers from the batch as Python values, which are "
             "guarded; or move the decision out of the step",
         )
-    if isinstance(error, UnsupportedFakeTensorException) or "fake" in str(error).lower():
+    if isinstance(error, UnsupportedFakeTensorException):
         return CaptureError(
             f"{during} does something that cannot be traced without real data: {_first_line(error)}",
             module_path=module,
@@ -76,7 +76,8 @@ def _unsupported_operator(error: BaseException | None) -> str | None:
     return None
 
 
-def _is_data_dependent(error: BaseException | None) -> bool:
+def is_data_dependent(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, says that a trace came upon the value of a tensor."""
     while error is not None:
         if isinstance(error, _DATA_DEPENDENT):
             return True

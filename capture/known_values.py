@@ -30,6 +30,7 @@ from .context import user_source_line
 
 LARGEST_KNOWN_NUMEL = 1 << 20
 _UNINITIALISED = ("empty", "new_empty")
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class KnownValues(TorchDispatchMode):
@@ -55,7 +56,8 @@ class KnownValues(TorchDispatchMode):
         if real_args is not None and operands and not _returns_tensors(func):
             with dispatch_modes_disabled():
                 return func(*real_args[0], **real_args[1])
-        self._forget_written(func, args, operands)
+        has_symbols = any(isinstance(a, _SYMBOLS) for a in pytree.tree_leaves((args, kwargs)))
+        self._forget_written(func, args, operands, has_symbols)
         out = func(*args, **kwargs)
         results = tensors_in(out)
         source = user_source_line()
@@ -79,18 +81,19 @@ class KnownValues(TorchDispatchMode):
             return None
         if any(not isinstance(t, FakeTensor) for t in operands):
             return None
-        if any(
-            isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)) for a in pytree.tree_leaves((args, kwargs))
-        ):
+        if any(isinstance(a, _SYMBOLS) for a in pytree.tree_leaves((args, kwargs))):
             return None
         return pytree.tree_map(lambda a: self._values[a] if isinstance(a, Tensor) else a, (args, kwargs))
 
-    def _forget_written(self, func: Any, args: Any, operands: list[Tensor]) -> None:
+    def _forget_written(self, func: Any, args: Any, operands: list[Tensor], has_symbols: bool) -> None:
         """What is written is no longer known, here and in torch's own record of constants.
 
         The latter overlooks tensors in lists (torch 2.13), so that a foreach operator over known and unknown tensors would
         leave the known ones at their old values.
         """
+        if has_symbols:  # the result depends on a hyperparameter, however constant the tensors are
+            for t in operands:
+                forget_constant(t)
         if not func._schema.is_mutable:
             return
         written = [

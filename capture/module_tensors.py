@@ -156,12 +156,17 @@ class ModuleState:
 
     def restore(self) -> None:
         """Puts everything back. A module that cannot be restored keeps no other from it; the first error is raised."""
-        errors = []
+        errors: list[BaseException] = []
         for record in self._records:
-            try:
-                record.restore()
-            except Exception as error:
-                errors.append(error)
+            while True:
+                try:
+                    record.restore()
+                except KeyboardInterrupt as interrupt:  # not now: a half-restored model has lost its weights
+                    errors.append(interrupt)
+                    continue
+                except Exception as error:
+                    errors.append(error)
+                break
         if errors:
             raise errors[0]
 

@@ -8,6 +8,8 @@ eager's first step does, and hands it out.
 
 from __future__ import annotations
 
+import copy
+import numbers
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -21,13 +23,24 @@ from ..device import optimizer_uses_foreach
 from ..errors import CaptureError, NotYetError
 from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph, family_of
 from ..graph.ops import FUSED_TWINS
-from ..torch_compat import OPTIMIZER_BOOKKEEPING, fused_optimizers_replaced, hyper_scalar, make_fx, pytree
+from ..torch_compat import (
+    OPTIMIZER_BOOKKEEPING,
+    fused_optimizers_replaced,
+    hyper_scalar,
+    make_fx,
+    pytree,
+    storage_key,
+)
 from .context import TraceContext
-from .failures import capture_error
+from .failures import capture_error, is_data_dependent
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
 from .known_values import KnownValues
 
 Hypers = dict[str, float]
+_BRANCHES = (
+    "use an optimizer whose step() does not read its state in Python: SGD, Adam, AdamW and most of torch.optim do not; RAdam, "
+    "ASGD and Adafactor do, and are not supported yet"
+)
 
 
 @dataclass(frozen=True)
@@ -76,17 +89,25 @@ def hypers_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str,
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0 or value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def group_constants(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
-    """What is baked into an update besides hyperparameters and membership: flags and strings of the groups."""
-    return tuple(
-        tuple([(k, v) for k, v in group.items() if v is None or isinstance(v, (bool, str))])
-        for group in optimizer.param_groups
-    )
+    """What is baked into an update besides numbers and membership: flags and strings of the groups, and what kind of value
+    each entry is. Other objects count by identity."""
+    return tuple(tuple([(k, _kind(v)) for k, v in group.items() if k != "params"]) for group in optimizer.param_groups)
+
+
+def _kind(value: Any) -> Hashable:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Tensor):
+        return (value.dtype, value.device, value.shape)
+    if isinstance(value, (int, float)):
+        return "number"
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_kind, value))
+    return (type(value), id(value))
 
 
 def state_signature(optimizer: torch.optim.Optimizer, params: dict[str, Tensor]) -> tuple[Hashable, ...]:
@@ -118,7 +139,10 @@ def capture_update(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], 
     try:
         return trace.run()
     except Exception as error:
-        raise capture_error(error, trace.context, f"{type(optimizer).__name__}.step()") from error
+        name = f"{type(optimizer).__name__}.step()"
+        if is_data_dependent(error):
+            raise CaptureError(f"{name} branches on the value of a tensor in its state.", remedy=_BRANCHES) from error
+        raise capture_error(error, trace.context, name) from error
 
 
 class _UpdateTrace:
@@ -140,6 +164,7 @@ class _UpdateTrace:
         self.symbols: dict[sympy.Symbol, str] = {}
 
     def run(self) -> CapturedUpdate:
+        self._check_hypers()
         fake = {id(p): self.fakes[key] for key, p in self.params.items()}
         with_grad = [self.params[k] for k in self.grad_keys]
         self.state_keys = [
@@ -158,6 +183,18 @@ class _UpdateTrace:
         with self.context.labelling(), fused_optimizers_replaced(FUSED_TWINS), self.mode:
             traced = make_fx(lambda *a: self._step(fake, *a), tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
         return self._finish(traced)
+
+    def _check_hypers(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            for name, value in group.items():
+                items = value if isinstance(value, (tuple, list)) and name != "params" else [value]
+                for item in items:
+                    if isinstance(item, numbers.Number) and not _is_number(item) and not isinstance(item, bool):
+                        raise CaptureError(
+                            f"group {index}[{name!r}] is a {type(item).__module__}.{type(item).__name__}, whose arithmetic is "
+                            "not that of Python's floats.",
+                            remedy="convert it with float()",
+                        )
 
     def _is_state_tensor(self, key: str, name: str, value: Any) -> bool:
         if isinstance(value, Tensor):
@@ -194,7 +231,7 @@ class _UpdateTrace:
             real = self.optimizer.state.get(self.params[key])
             if real:
                 scratch.state[param] = {name: given.get((key, name), value) for name, value in real.items()}
-        attributes = dict(scratch.__dict__)
+        before = _ScratchRecord(scratch, params)
         try:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
@@ -203,13 +240,15 @@ class _UpdateTrace:
         finally:
             for param in params:
                 param.grad = None
-        self._check_attributes(scratch, attributes)
+        before.check(scratch)
         return self._created_state(scratch, dict(zip(self.grad_keys, params, strict=True)), given)
 
     def _scratch_optimizer(self, stand_ins: dict[int, Tensor], hypers: list[Tensor]) -> torch.optim.Optimizer:
         real = self.optimizer
         scratch = object.__new__(type(real))
-        scratch.__dict__.update({k: v for k, v in real.__dict__.items() if k != "step"})
+        for name, value in real.__dict__.items():
+            if name != "step":  # schedulers wrap it on the instance
+                scratch.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
         scratch.state = defaultdict(dict)
         scratch.param_groups = [dict(group) for group in real.param_groups]
         for group in scratch.param_groups:
@@ -236,27 +275,31 @@ class _UpdateTrace:
         self.symbols[symbol] = key
         return scalar
 
-    def _check_attributes(self, scratch: torch.optim.Optimizer, before: dict[str, Any]) -> None:
-        changed = [
-            k for k, v in scratch.__dict__.items() if k not in OPTIMIZER_BOOKKEEPING and before.get(k, _ABSENT) is not v
-        ]
-        if changed:
-            raise CaptureError(
-                f"step() changes attributes of the optimizer itself ({', '.join(changed)}), which a graph cannot carry.",
-                remedy="keep per-parameter tensors in self.state[param]",
-            )
-
     def _created_state(
         self, scratch: torch.optim.Optimizer, params: dict[str, Tensor], given: dict[tuple[str, str], Tensor]
     ) -> list[Tensor]:
         keys = {id(param): key for key, param in params.items()}
         created = []
         for param, entries in scratch.state.items():  # in the order in which eager's state fills
+            if id(param) not in keys:
+                raise CaptureError(
+                    f"step() keeps state under {param!r}, which is no parameter with a gradient.",
+                    remedy="keep per-parameter tensors in self.state[param]",
+                )
             key = keys[id(param)]
+            real = self.optimizer.state.get(self.params[key], {})
+            if gone := real.keys() - entries.keys():
+                raise CaptureError(f"step() deletes state entries ({', '.join(gone)}).", remedy="keep them")
             for name, value in entries.items():
-                if self._is_state_tensor(key, name, value) and value is not given.get((key, name)):
-                    self.new_state.append((key, name))
-                    created.append(value)
+                if self._is_state_tensor(key, name, value):
+                    if value is not given.get((key, name)):
+                        self.new_state.append((key, name))
+                        created.append(value)
+                elif name not in real or value is not real[name]:
+                    raise NotYetError(
+                        f"{type(self.optimizer).__name__} sets state[{key!r}][{name!r}] to {value!r}; this version compiles "
+                        "optimizers whose state is tensors. Keep it as a 0-dim tensor."
+                    )
         return created
 
     def _finish(self, traced: torch.fx.GraphModule) -> CapturedUpdate:
@@ -289,10 +332,51 @@ class _UpdateTrace:
     def _guards(self) -> Iterator[HyperGuard]:
         for guard in self.env.guards[self.guards_before :]:
             symbols = guard.expr.free_symbols
-            if unknown := symbols - self.symbols.keys():
-                raise CaptureError(f"step() branches on {guard.expr}, which involves data ({unknown}).")
+            if symbols - self.symbols.keys():
+                raise CaptureError("step() branches on the value of a tensor.", remedy=_BRANCHES)
             if symbols:
                 yield HyperGuard(guard.expr, {s: self.symbols[s] for s in symbols})
+
+
+class _ScratchRecord:
+    """What a scratch optimizer held before its step, to find changes that a graph cannot carry."""
+
+    def __init__(self, scratch: torch.optim.Optimizer, params: list[Tensor]) -> None:
+        self._params = params
+        self._storages = [storage_key(p) for p in params]
+        self._groups = [dict(group) for group in scratch.param_groups]
+        self._attributes = dict(scratch.__dict__)
+        self._contents = {k: copy.copy(v) for k, v in scratch.__dict__.items() if k in self._containers(scratch)}
+
+    @staticmethod
+    def _containers(scratch: torch.optim.Optimizer) -> set[str]:
+        own = {k for k, v in scratch.__dict__.items() if isinstance(v, (list, dict, set))}
+        return own - {"state", "param_groups"}
+
+    def check(self, scratch: torch.optim.Optimizer) -> None:
+        """Raises :class:`CaptureError` where the step changed the optimizer itself, its groups or a parameter's memory."""
+        now = scratch.__dict__
+        changed = [f"self.{k}" for k, v in now.items() if k not in OPTIMIZER_BOOKKEEPING and self._has_changed(k, v)]
+        for index, (group, before) in enumerate(zip(scratch.param_groups, self._groups, strict=True)):
+            names = dict.fromkeys([*before, *group])
+            changed += [f"group {index}[{n!r}]" for n in names if group.get(n, _ABSENT) is not before.get(n, _ABSENT)]
+        if [storage_key(p) for p in self._params] != self._storages:
+            changed.append("param.data, by assignment")
+        if changed:
+            raise CaptureError(
+                f"step() changes {', '.join(changed)}, which a graph cannot carry from step to step.",
+                remedy="keep per-parameter tensors in self.state[param], and write parameters in place",
+            )
+
+    def _has_changed(self, name: str, value: Any) -> bool:
+        if self._attributes.get(name, _ABSENT) is not value:
+            return True
+        before = self._contents.get(name)
+        if before is None:
+            return False
+        items = (list(c.items()) if isinstance(c, dict) else list(c) for c in (before, value))
+        old, new = ([part for item in c for part in (item if isinstance(item, tuple) else (item,))] for c in items)
+        return len(old) != len(new) or any(x is not y for x, y in zip(old, new, strict=True))
 
 
 _ABSENT = object()

@@ -40,6 +40,8 @@ class Clean(Pass):
 
 def _bypass_noops(graph: StepGraph) -> None:
     for node in graph.calls:
+        if graph.output_node in node.users:
+            continue  # a result must not be the parameter itself
         base = node.args[0] if node.args else None
         if isinstance(base, fx.Node) and effects_of(node).pure and _is_same_view(node.meta["val"], base.meta["val"]):
             node.replace_all_uses_with(base)
@@ -48,6 +50,8 @@ def _bypass_noops(graph: StepGraph) -> None:
 
 def _is_same_view(value: Any, base: Any) -> bool:
     if not (isinstance(value, torch.Tensor) and isinstance(base, torch.Tensor)):
+        return False
+    if not all(isinstance(s, int) for t in (value, base) for s in (*t.shape, *t.stride(), t.storage_offset())):
         return False
     return (
         storage_key(value) == storage_key(base)

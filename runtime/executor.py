@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
@@ -121,7 +122,7 @@ def _literal(value: Any, names: dict[fx.Node, str], constants: _Constants) -> st
         return "[" + ", ".join(_literal(v, names, constants) for v in value) + "]"
     if isinstance(value, tuple):
         return "(" + "".join(_literal(v, names, constants) + ", " for v in value) + ")"
-    if isinstance(value, float) and value in (float("inf"), float("-inf")) or value != value:
+    if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)

@@ -68,7 +68,7 @@ class ModelGuard:
             [m.training for m in self._modules],
             [p.requires_grad for p in self._params],
             self._layout_signature(),
-            [tuple(map(id, hooks.values())) for hooks in self._hooks] if any(self._hooks) else [],
+            [tuple(hooks) for hooks in self._hooks] if any(self._hooks) else [],
             hooks_of_all(self._params),
             self._buffer_signature(),
             _ambient_state(),
@@ -91,7 +91,8 @@ class ModelGuard:
         if len(now) != len(self._seen_others) or not all(map(is_, now, self._seen_others)):
             self._seen_others = now
             self._others_signature = tuple(
-                (t.shape, t.dtype, t.device) if isinstance(t, Tensor) else type(t).__name__ for t in now
+                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else type(t).__name__
+                for t in now
             )
         return self._others_signature
 
@@ -106,6 +107,12 @@ def _replaced(path: str, before: Any, now: Any) -> GuardError:
     )
 
 
+def _tensor_signature(value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+
+
 def _ambient_state() -> Hashable:
     """Global settings that operators depend on."""
     return (
@@ -116,6 +123,10 @@ def _ambient_state() -> Hashable:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
     )
 
 
@@ -160,7 +171,7 @@ class OptimizerGuard:
         self._state_signature = state_signature(optimizer, params)
         self._entries: list[dict[str, Any]] = []
         self._sizes: list[int] = []
-        self._groups: list[dict[str, Any]] = []
+        self._options: list[tuple[str, Any]] = []
         self._hypers: dict[str, float] = {}
         self._watch_state()
 
@@ -186,14 +197,18 @@ class OptimizerGuard:
         return True
 
     def _groups_match(self) -> bool:
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        if options == self._groups:
+        options = [(k, v) for group in self._optimizer.param_groups for k, v in group.items() if k != "params"]
+        if len(options) == len(self._options) and all(map(_is_same_item, options, self._options)):
             return True
         if group_constants(self._optimizer) != self._update.constants:
             return False
-        hypers = {key: float(value) for key, _, _, _, value in hypers_of(self._optimizer)}
+        hypers = {key: float(v) for key, _, _, _, v in hypers_of(self._optimizer) if not isinstance(v, Tensor)}
         changed = {key for key, value in hypers.items() if self._hypers.get(key) != value}
         if not all(guard.holds(hypers) for guard in self._update.guards if not changed.isdisjoint(guard.keys.values())):
             return False
-        self._groups, self._hypers = options, hypers
+        self._options, self._hypers = options, hypers
         return True
+
+
+def _is_same_item(now: tuple[str, Any], before: tuple[str, Any]) -> bool:
+    return now[1] is before[1] and now[0] == before[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..capture import ModuleState, tensors_of
 from ..device import rng_state, set_rng_state
+from ..torch_compat import storage_key
 
 
 @contextmanager
@@ -19,41 +20,33 @@ def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
     """Within the context, steps may run on the user's own objects; afterwards all is as before, also after an error.
 
     Covers parameters, ``.grad``, buffers, tensors in plain attributes, Python state of modules and of the optimizer,
-    optimizer state and random streams. Tensors keep their identity: their values are copied back. Needs memory for one
-    copy of parameters, buffers and optimizer state.
+    optimizer state and random streams. Tensors keep their identity: the bytes of their storages are copied back. Needs
+    memory for one copy of parameters, buffers and optimizer state. One thing that cannot be undone keeps no other from it.
     """
     tensors: list[Tensor] = [held.tensor for held in tensors_of(model).all]
     owned = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
-    saved = [(t, t.detach().clone()) for t in tensors + owned]
-    grads = [(p, p.grad) for p in model.parameters()]
-    modules = ModuleState(model)
-    state = {param: dict(entries) for param, entries in optimizer.state.items()}
-    entries_of = dict(optimizer.state)
-    attributes = dict(optimizer.__dict__)
-    groups = [copy.copy(group) for group in optimizer.param_groups]
-    random = rng_state({t.device for t in tensors})
-    for owner, _ in grads:
-        owner.grad = None
-    try:
+    with ExitStack() as undo:
+        undo.callback(set_rng_state, rng_state({t.device for t in tensors}))
+        _undo_optimizer(undo, optimizer)
+        for param in model.parameters():
+            undo.callback(setattr, param, "grad", param.grad)
+        for storage in {storage_key(t): t.untyped_storage() for t in tensors + owned}.values():
+            undo.callback(storage.copy_, storage.clone())
+        undo.callback(ModuleState(model).restore)
+        for param in model.parameters():
+            param.grad = None
         yield
-    finally:
-        modules.restore()
-        with torch.no_grad():
-            for tensor, value in saved:
-                tensor.copy_(value)
-        for owner, grad in grads:
-            owner.grad = grad
-        optimizer.__dict__.clear()
-        optimizer.__dict__.update(attributes)
-        optimizer.state.clear()
-        for key, entries in entries_of.items():
-            _refill(entries, state[key])
-            optimizer.state[key] = entries
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            _refill(group, values)
-        set_rng_state(random)
 
 
-def _refill(target: dict[str, Any], values: dict[str, Any]) -> None:
+def _undo_optimizer(undo: ExitStack, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        undo.callback(_refill, group, copy.copy(group))
+    undo.callback(_refill, optimizer.state, dict(optimizer.state))
+    for entries in optimizer.state.values():
+        undo.callback(_refill, entries, dict(entries))
+    undo.callback(_refill, optimizer.__dict__, dict(optimizer.__dict__))
+
+
+def _refill(target: dict[Any, Any], values: dict[Any, Any]) -> None:
     target.clear()
     target.update(values)

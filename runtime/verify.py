@@ -118,6 +118,10 @@ def _values(subject: Subject, loss: Tensor, aux: Any, norm: Tensor) -> Iterator[
             yield f"state {held.key}/{name}", _copied(value)
     for held in tensors.buffers + tensors.attributes:
         yield f"buffer {held.key}", _copied(held.tensor)
+    for index, group in enumerate(subject.optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                yield f"group {index}.{name}", _copied(value)
     for device, state in rng_state({held.tensor.device for held in tensors.params}).items():
         yield f"random stream {device}", state
 
@@ -129,7 +133,7 @@ def _copied(value: Any) -> Any:
 def _count_kinds(values: dict[str, Any]) -> dict[str, int]:
     kinds = {
         "loss": "loss", "gradient": "gradient norm", "aux": "aux values", "parameter": "parameters", "buffer": "buffers",
-        "state": "optimizer state entries", "random": "random streams",
+        "state": "optimizer state entries", "random": "random streams", "group": "hyperparameters",
     }  # fmt: skip
     counts = dict.fromkeys(kinds.values(), 0)
     for name in values:

@@ -150,7 +150,9 @@ def test_adamw_on_a_small_linear(form: dict[str, bool]) -> None:
     assert step.captures == 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral", "resnet", "mamba"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "mixtral", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "t5", "resnet", "mamba"))]
+)
 @pytest.mark.case("B54", "B61")
 def test_capture_of_real_models_changes_nothing(name: str) -> None:
     model = zoo.ZOO[name].build()
