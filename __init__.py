@@ -1,5 +1,7 @@
 """stepgraph: a compiler for PyTorch training steps."""
 
+from importlib.metadata import version as _version
+
 from .api import TrainStep as TrainStep
 from .api import compile_train_step as compile_train_step
 from .errors import CaptureError as CaptureError
@@ -12,3 +14,5 @@ from .errors import StepGraphWarning as StepGraphWarning
 from .errors import VerificationError as VerificationError
 from .runtime import StepResult as StepResult
 from .runtime import VerifyReport as VerifyReport
+
+__version__ = _version("stepgraph")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import threading
+import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from os import PathLike
 from typing import Any
 
@@ -41,6 +44,11 @@ from .torch_compat import mark_stepped, pytree
 logger = logging.getLogger("stepgraph")
 
 CAPTURES_BEFORE_WARNING = 8
+_CAPTURE_LOCK = threading.RLock()  # a capture replaces functions of torch for its time
+_WAYS_OUT = {
+    "precision": "until then call the step under torch.autocast, or keep the model in 16 bit",
+    "error_if_nonfinite": 'nonfinite="raise" raises for a non-finite norm too',
+}
 _METHODS_TO_COME = ("flush", "plan", "find_nonfinite", "full_params", "state_dict", "load_state_dict", "save", "load")
 
 
@@ -94,6 +102,12 @@ def compile_train_step(
         NotYetError: an argument asks for what this version does not do.
         CaptureError: the model has something that cannot be traced.
     """
+    if not isinstance(plan, (str, PathLike)):
+        hint = "; did you mean loss_fn=?" if callable(plan) else ""
+        raise ConfigError(f"plan must be a name or a path, got {type(plan).__name__}{hint}")
+    for name, function in (("loss_fn", loss_fn), ("criterion", criterion)):
+        if isinstance(function, type):
+            raise ConfigError(f"{name} is the class {function.__name__}; pass an instance, {function.__name__}()")
     _check_choice("precision", precision, ("fp32", "bf16", "fp16"))
     _check_choice("nonfinite", nonfinite, ("skip", "raise", "ignore"))
     _check_choice("numerics", numerics, ("exact", "fast"))
@@ -131,7 +145,20 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _refuse_unimplemented(**arguments: tuple[Any, bool]) -> None:
     for name, (value, is_implemented) in arguments.items():
         if not is_implemented:
-            raise NotYetError(f"{name}={value!r} is not implemented yet; leave {name} at its default in this version.")
+            way_out = _WAYS_OUT.get(name, f"leave {name} at its default in this version")
+            raise NotYetError(f"{name}={value!r} is not implemented yet; {way_out}.")
+
+
+@contextlib.contextmanager
+def _torch_log_quiet() -> Iterator[None]:
+    """Keeps torch from printing the traceback of an error that is raised in better words."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class TrainStep:
@@ -171,7 +198,9 @@ class TrainStep:
         self._members = MembershipGuard(optimizer)
         self._cache: dict[tuple[Hashable, int, int], CompiledBatch] = {}
         self._current: tuple[CompiledBatch, Variant] | None = None
+        self._tensor_ids = {id(held.tensor) for held in self._tensors.all}
         self._calls = 0
+        self._skips = 0
         self._last_norm: Tensor | None = None
 
     def __call__(self, batch: Any, weight: float | None = None) -> StepResult:
@@ -183,6 +212,10 @@ class TrainStep:
             NonFiniteError: under ``nonfinite="raise"``; nothing was updated.
         """
         if weight is not None:
+            if not isinstance(weight, (int, float)):
+                raise ConfigError(
+                    f"a step takes one batch, and got a second {type(weight).__name__}: pass step((x, y))"
+                )
             raise NotYetError("weight= belongs to accumulation, which is not implemented yet; leave it out.")
         if self._verify_first and self._calls == 0:
             self._report_verification(self.verify(batch))
@@ -202,6 +235,16 @@ class TrainStep:
         if name in _METHODS_TO_COME:
             raise NotYetAttributeError(f"TrainStep.{name} belongs to the contract and is not implemented yet.")
         raise AttributeError(f"TrainStep has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        names = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
+        return f"TrainStep({names}, {self._options}, {self.captures} captures, {self._calls} steps)"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a TrainStep is bound to live tensors and cannot be copied or pickled. Save model.state_dict() and "
+            "optimizer.state_dict(), and compile again."
+        )
 
     @property
     def graph(self) -> StepGraph:
@@ -238,11 +281,14 @@ class TrainStep:
     def report(self) -> str:
         """What was captured, what the passes did, and what the user should know."""
         lines = [f"plan: {self._plan}" + (" (= none: there is no planner yet)" if self._plan == "auto" else "")]
-        lines.append(f"captures: {self.captures}, update traces: {self.update_traces}, steps: {self._calls}")
+        lines.append(
+            f"captures: {self.captures}, update traces: {self.update_traces}, steps: {self._calls} ({self._skips} skipped)"
+        )
         for number, compiled in enumerate(self._cache.values()):
             variant = compiled.variants[0]
             counts = ", ".join(f"{n} {phase}" for phase, n in variant.graph.op_counts_by_phase().items())
-            lines.append(f"capture {number}: {counts} operators")
+            lines.append(f"capture {number}: {', '.join(compiled.batch)} ({compiled.capture_seconds:.1f} s)")
+            lines.append(f"  {counts} operators")
             lines += [f"  pass {record}" for record in variant.records]
             guards = ", ".join(map(str, variant.update.guards))
             lines.append(f"  update holds while {guards}" if guards else "  update holds for all hyperparameters")
@@ -254,21 +300,33 @@ class TrainStep:
     def _compiled_for(self, batch: Any) -> tuple[CompiledBatch, Variant, FlatBatch]:
         self._guard.check()
         flat = flatten_batch(batch)
-        signature = (batch_signature(flat, self._device), self._guard.signature(), self._members.signature())
-        compiled = self._cache.get(signature) or self._capture(flat, signature)
+        if not self._tensor_ids.isdisjoint(map(id, flat.leaves)):
+            raise ConfigError("the batch holds a parameter or buffer of the model itself; pass a copy of it")
+        compiled = self._cache.get(self._signature(flat)) or self._capture(flat)
         variant = compiled.variant()
         self._current = (compiled, variant)
         return compiled, variant, flat
 
-    def _capture(self, batch: FlatBatch, signature: tuple[Hashable, int, int]) -> CompiledBatch:
+    def _signature(self, batch: FlatBatch) -> tuple[Hashable, int, int]:
+        return (batch_signature(batch, self._device), self._guard.signature(), self._members.signature())
+
+    def _capture(self, batch: FlatBatch) -> CompiledBatch:
+        with _CAPTURE_LOCK, _torch_log_quiet():
+            return self._capture_alone(batch)
+
+    def _capture_alone(self, batch: FlatBatch) -> CompiledBatch:
+        start = time.perf_counter()
         tensors = tensors_of(self.model)  # buffers may have been replaced, and hooks added, since the last capture
         check_model(self.model, tensors)
         check_optimizer(self.optimizer, tensors)
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         step = capture_forward_backward(self.model, tensors, trained, self._call, batch)
-        compiled = CompiledBatch(step, batch.tensor_positions, tensors, self.optimizer, self._options)
+        compiled = CompiledBatch(step, batch, tensors, self.optimizer, self._options)
         compiled.variant()
-        self._cache[signature] = compiled
+        compiled.capture_seconds = time.perf_counter() - start
+        logger.info("captured %s in %.1f s", ", ".join(batch.describe()), compiled.capture_seconds)
+        self._guard.ignore(step.changed_attributes)
+        self._cache[self._signature(batch)] = compiled
         if len(self._cache) == CAPTURES_BEFORE_WARNING:
             varying = varying_leaves(batch.paths, [s[0] for s in self._cache])
             warnings.warn(
@@ -290,7 +348,10 @@ class TrainStep:
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
         if reason is None:
             mark_stepped(self.optimizer)
-        elif self._options.nonfinite == "raise":
+        elif self._options.nonfinite == "skip":
+            self._skips += 1
+            logger.warning("step %d: the update is skipped, since %s", self._calls, reason)
+        else:
             raise NonFiniteError(
                 f"step {self._calls}: {reason}. Parameters and optimizer state are unchanged.", parameter
             )

@@ -7,6 +7,7 @@ type of a graph's targets, and its ``_schema``, which have no public names.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -199,10 +200,15 @@ def checkpoint_replaced(non_reentrant: Callable[..., Iterator[None]], reentrant:
     """
     generator = torch_checkpoint._checkpoint_without_reentrant_generator
     function = torch_checkpoint.CheckpointFunction
+    original_apply, thread = function.apply, threading.get_ident()
+
+    def pick(mine: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (mine if threading.get_ident() == thread else original)(*args, **kwargs)
+
     had_own_apply = "apply" in function.__dict__
     own_apply = function.__dict__.get("apply")
-    torch_checkpoint._checkpoint_without_reentrant_generator = non_reentrant
-    function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
+    torch_checkpoint._checkpoint_without_reentrant_generator = pick(non_reentrant, generator)
+    function.apply = staticmethod(pick(reentrant, original_apply))  # type: ignore[method-assign]
     try:
         yield
     finally:

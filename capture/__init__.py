@@ -7,6 +7,7 @@ from .batch import flatten_batch as flatten_batch
 from .batch import varying_leaves as varying_leaves
 from .forward_backward import CapturedStep as CapturedStep
 from .forward_backward import capture_forward_backward as capture_forward_backward
+from .module_tensors import MODULE_INTERNALS as MODULE_INTERNALS
 from .module_tensors import HeldTensor as HeldTensor
 from .module_tensors import ModuleState as ModuleState
 from .module_tensors import ModuleTensors as ModuleTensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
@@ -115,6 +116,10 @@ class FlatBatch:
         """Which leaves are tensors."""
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
 
+    def describe(self) -> list[str]:
+        """Each leaf in words, such as ``input_ids: int64[2, 8]``."""
+        return [f"{path}: {_describe_leaf(leaf)}" for path, leaf in zip(self.paths, self.leaves, strict=True)]
+
     def rebuilt(self, leaves: list[Any]) -> Any:
         """A batch of the same structure and types that holds ``leaves``."""
         return _with_types_of(self.source, pytree.tree_unflatten(leaves, self.spec[1]))  # type: ignore[index]
@@ -124,6 +129,12 @@ class FlatBatch:
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         copies = iter(copy.deepcopy([t.detach() for t in tensors]))  # at once, so that shared memory stays shared
         return self.rebuilt([_copy_of(leaf, copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return repr(leaf)
 
 
 def flatten_batch(batch: Any) -> FlatBatch:
@@ -194,12 +205,18 @@ def _leaf_signature(leaf: Any, device: torch.device) -> Hashable:
         return (leaf.shape, leaf.dtype, device if leaf.is_meta else leaf.device, strides, bits)
     if isinstance(leaf, (float, complex)):
         return (type(leaf), repr(leaf))  # tells 0.0 from -0.0, and nan equals itself
-    if isinstance(leaf, Hashable):
+    if is_plain(leaf):
         return (type(leaf), leaf)
     raise ConfigError(
-        f"the batch holds a {type(leaf).__name__}, which is neither a tensor nor hashable, so a later batch cannot be "
-        "compared with it. Put tensors, numbers or strings into the batch."
+        f"the batch holds a {type(leaf).__name__}, whose contents the step cannot see. Put tensors, numbers and strings into "
+        "the batch, in dicts, lists, tuples or named tuples."
     )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a leaf that is no tensor is known by its value: numbers, strings, enums and the like."""
+    plain = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, range, type(None))
+    return isinstance(value, plain)
 
 
 def varying_leaves(paths: list[str], signatures: list[Hashable]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,9 +59,11 @@ class TraceContext:
     @contextlib.contextmanager
     def following_modules(self) -> Iterator[None]:
         """Within the context, calls of modules are followed. To be entered inside the trace, which patches them too."""
-        original = nn.Module.__call__
+        original, thread = nn.Module.__call__, threading.get_ident()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(module, *args, **kwargs)
             self._stack.append(self._paths.get(id(module), self.module_path))
             try:
                 return original(module, *args, **kwargs)

@@ -11,14 +11,14 @@ from ..torch_compat import (
     GuardOnDataDependentSymNode,
     UnsupportedFakeTensorException,
 )
-from .context import TraceContext, is_internal_file
+from .context import TraceContext, is_internal_file, user_source_line
 
 _DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode, DynamicOutputShapeException)
 
 
 def capture_error(error: Exception, context: TraceContext, during: str) -> StepGraphError:
     """The error to raise instead of ``error``, which came out of a trace."""
-    line = _user_line(error)
+    line = _user_line(error) or user_source_line()
     module = context.failed_module if context.failed_module is not None else context.module_path
     if isinstance(error, CaptureError):
         if error.module_path is None or error.source_line is None:
@@ -59,7 +59,12 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
         f"{during} failed: {type(error).__name__}: {_first_line(error)}",
         module_path=module,
         source_line=line,
-        remedy="check that the same batch works in eager; the original error is chained below",
+        remedy=(
+            "check that optimizer.step() works in eager, with the state and the groups that it has"
+            if during.endswith("step()")
+            else "check that the same batch works in eager"
+        )
+        + "; the original error is chained below",
     )
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import random
-import sys
 import warnings
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +25,8 @@ from ..graph import (
     written_nodes,
 )
 from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, make_fx, pytree, storage_key, tensor_hooks_of
-from .batch import FlatBatch, LossCall
+from .ambient import autocast_cache, random_state_kept, refused_calls
+from .batch import FlatBatch, LossCall, is_plain
 from .context import TraceContext
 from .failures import capture_error
 from .gradients import own_gradients
@@ -50,6 +47,7 @@ class CapturedStep:
         aux_constants: leaves of aux that are not tensors, by position.
         fakes: the fake parameters that the capture ran on, by key.
         region_writes: whether a checkpointed region writes a buffer, which eager's recompute does twice.
+        changed_attributes: plain attributes of modules that forward changes.
         notes: what the user should know about this capture.
     """
 
@@ -60,6 +58,7 @@ class CapturedStep:
     aux_constants: dict[int, Any] = field(default_factory=dict)
     fakes: dict[str, Tensor] = field(default_factory=dict)
     region_writes: bool = False
+    changed_attributes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -111,6 +110,7 @@ class _Trace:
         self.aux_count = 0
         self.rebound: list[str] = []
         self.region_writes = False
+        self.changed_attributes: list[str] = []
         self.made: list[tuple[weakref.ref[Tensor], str | None]] = []
         self.notes: list[str] = []
         self.fakes: list[Tensor] = []
@@ -119,7 +119,7 @@ class _Trace:
         self.fakes = [self._fake(h.tensor) for h in self.held] + [
             self._fake(self.batch.leaves[i]) for i in self.batch_tensors
         ]
-        with self.context.labelling(), self.recorder.recording(), _random_state_kept(), self.mode:
+        with self.context.labelling(), self.recorder.recording(), random_state_kept(self.notes), self.mode:
             return make_fx(lambda flat: self._step(flat), tracing_mode="fake", _allow_non_fake_inputs=True)(self.fakes)
 
     def _fake(self, tensor: Tensor) -> Tensor:
@@ -152,9 +152,10 @@ class _Trace:
         with (
             tensors_replaced(self.model, stand_ins),
             self.context.following_modules(),
-            _autocast_cache(),
-            _backward_refused(),
+            autocast_cache(),
+            refused_calls(),
             libraries_told(known),
+            torch.enable_grad(),
             known,
         ):
             before = ModuleState(self.model)
@@ -172,6 +173,12 @@ class _Trace:
         self.used = [h for h, g in zip(self.trained, grads, strict=True) if g is not None]
         self._check_gradients(grads)
         self.aux_constants = {i: a for i, a in enumerate(aux_leaves) if not isinstance(a, Tensor)}
+        for value in self.aux_constants.values():
+            if not is_plain(value):
+                raise CaptureError(
+                    f"aux holds a {type(value).__name__}, which may hold tensors that the graph does not see.",
+                    remedy="return tensors, numbers and strings in dicts, lists and tuples",
+                )
         aux_tensors = [a.detach() for a in aux_leaves if isinstance(a, Tensor)]
         self.aux_count = len(aux_tensors)
         self.rebound = [name for name, _ in rebound]
@@ -268,6 +275,7 @@ class _Trace:
                 remedy="register a buffer of its shape before compiling (register_buffer(..., persistent=False)) and write "
                 "that, or return the value as aux",
             )
+        self.changed_attributes = changed
         if changed:
             note = (
                 f"forward changes Python state ({', '.join(changed)}); the compiled step runs with the values seen at capture "
@@ -348,7 +356,15 @@ class _Trace:
         notes += self._region_notes(step_graph)
         fakes = {h.key: fake for h, fake in zip(self.tensors.params, self.fakes, strict=False)}
         return CapturedStep(
-            step_graph, grad_keys, unused, self.aux_spec, self.aux_constants, fakes, self.region_writes, notes
+            step_graph,
+            grad_keys,
+            unused,
+            self.aux_spec,
+            self.aux_constants,
+            fakes,
+            self.region_writes,
+            self.changed_attributes,
+            notes,
         )
 
 
@@ -379,8 +395,14 @@ def lift_constants(step_graph: StepGraph, graph_module: fx.GraphModule) -> None:
     for node in step_graph.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target))
         if not isinstance(value, Tensor):
+            user = next(iter(node.users), node)
             raise CaptureError(
-                f"the trace holds a {type(value).__name__}, which is not supported", remedy="use tensors"
+                f"the step uses a {type(value).__name__}, which a graph cannot carry.",
+                module_path=user.meta.get("module"),
+                source_line=user.meta.get("source"),
+                remedy="draw from the default generator"
+                if isinstance(value, torch.Generator)
+                else "use tensors and numbers",
             )
         if id(value) not in by_tensor:
             key = f"constant.{len(step_graph.constants)}"
@@ -396,55 +418,3 @@ def drop_profiler_marks(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and str(node.target).startswith("profiler."):
             graph.erase_node(node)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Fake operators draw nothing, but the code under trace may seed a generator, or draw from Python's or numpy's."""
-    cpu = torch.get_rng_state()
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    try:
-        yield
-    finally:
-        torch.set_rng_state(cpu)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-
-
-@contextlib.contextmanager
-def _autocast_cache() -> Iterator[None]:
-    """Turns autocast's weight cache on, which ``make_fx`` turns off.
-
-    With it off, a layer that is used twice under autocast gets its gradients summed in fp32 instead of 16 bit.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(before)
-
-
-@contextlib.contextmanager
-def _backward_refused() -> Iterator[None]:
-    """Refuses a model or loss that calls ``backward()`` itself: its gradients would go to the stand-ins and be lost."""
-    original = torch.autograd.backward
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise CaptureError(
-            "backward() is called inside the step.",
-            remedy="return the sum of the losses and let the step differentiate it, or use torch.autograd.grad",
-        )
-
-    torch.autograd.backward = refuse
-    try:
-        yield
-    finally:
-        torch.autograd.backward = original

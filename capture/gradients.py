@@ -2,7 +2,8 @@
 
 ``autograd.grad`` may return one tensor for two parameters, a stride-0 view, or another layout than the parameter's. Clipping
 works in place, and would then clip twice; and norms of other layouts add up in another order. Eager's AccumulateGrad copies
-in these cases (torch/csrc/autograd/functions/accumulate_grad.h), and so does this.
+one tensor that two parameters get, and other layouts (torch/csrc/autograd/functions/accumulate_grad.h). Views of one buffer it
+does not copy, and eager's clipping then scales what they share twice; here every gradient is scaled once.
 """
 
 from __future__ import annotations

@@ -43,7 +43,12 @@ class Slot:
         if self.kind == "buffer":
             return self.owner._buffers.get(self.attribute)
         value = self.owner.__dict__.get(self.attribute)
-        return value if self.item is None or value is None else value[self.item]
+        if self.item is None or value is None:
+            return value
+        try:
+            return value[self.item]
+        except (IndexError, KeyError):
+            return None
 
     def put(self, tensor: Tensor) -> None:
         """Binds another tensor there, as ``module.attribute = tensor`` does."""
@@ -124,7 +129,7 @@ def tensors_of(model: nn.Module) -> ModuleTensors:
                 add(found.buffers, buffer, Slot(_join(path, name), module, name, "buffer"))
     for path, module in modules:
         for name, value in module.__dict__.items():
-            if name in _MODULE_INTERNALS:
+            if name in MODULE_INTERNALS:
                 continue
             for item, tensor in _tensors_within(value):
                 full = name if item is None else f"{name}.{item}"
@@ -145,7 +150,7 @@ def _tensors_within(value: Any) -> Iterator[tuple[int | str | None, Tensor]]:
         yield from ((key, item) for key, item in value.items() if isinstance(item, Tensor))
 
 
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 
 
 class ModuleState:
@@ -182,7 +187,7 @@ class _ModuleRecord:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.module = module
-        self.attributes = {k: v for k, v in module.__dict__.items() if k not in _MODULE_INTERNALS or k == "training"}
+        self.attributes = {k: v for k, v in module.__dict__.items() if k not in MODULE_INTERNALS or k == "training"}
         self.containers = {name: list(_containers_in(value)) for name, value in self.attributes.items()}
         self.tensor_counts = {name: _count_tensors(value) for name, value in self.attributes.items()}
         self.registered: list[tuple[Any, dict[str, Any]]] = [
@@ -192,7 +197,7 @@ class _ModuleRecord:
     def changes(self) -> Iterator[tuple[str, bool]]:
         now = self.module.__dict__
         for name in dict.fromkeys([*self.attributes, *now]):
-            if name in _MODULE_INTERNALS and name != "training":
+            if name in MODULE_INTERNALS and name != "training":
                 continue
             if self._has_changed(name):
                 yield _join(self.path, name), _count_tensors(now.get(name)) != self.tensor_counts.get(name, 0)
@@ -211,7 +216,7 @@ class _ModuleRecord:
 
     def restore(self) -> None:
         now = self.module.__dict__
-        for name in [n for n in now if n not in self.attributes and n not in _MODULE_INTERNALS]:
+        for name in [n for n in now if n not in self.attributes and n not in MODULE_INTERNALS]:
             del now[name]
         now.update(self.attributes)
         for saved_containers in self.containers.values():
@@ -288,7 +293,7 @@ def tensors_replaced(model: nn.Module, replacements: dict[int, Tensor]) -> Itera
                 if tensor is not None and id(tensor) in replacements:
                     registered[name] = replacements[id(tensor)]  # type: ignore[assignment]
         for name, value in list(module.__dict__.items()):
-            if name in _MODULE_INTERNALS:
+            if name in MODULE_INTERNALS:
                 continue
             replaced = _replaced(value, replacements)
             if replaced is not value:

@@ -1,8 +1,8 @@
 """Checkpointed regions: captured once, remembered as a wish for the planner.
 
-Tracing through ``torch.utils.checkpoint`` would record the region twice, with two independent draws of every dropout mask
-and two updates of every BatchNorm: the loss would be right and the gradients silently wrong. Here a region runs once, and
-its nodes carry its number.
+Tracing through ``torch.utils.checkpoint`` would record a region twice, with two independent draws of every dropout mask: the
+loss would be right and the gradients silently wrong. Here a region runs once, draws once and writes its buffers once (eager
+updates BatchNorm a second time in recompute), and its nodes carry its number.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch import fx
 from ..torch_compat import FakeTensorMode
 from .effects import effects_of
 from .spec import InputRole, InputSpec, LogicalKey, OutputRole, OutputSpec, Phase, type_of
+from .text import format_graph, target_name
 
 _PHASE_ORDER = list(Phase)
 
@@ -103,7 +104,7 @@ class StepGraph:
 
     def op_counts(self) -> Counter[str]:
         """Number of calls by operator."""
-        return Counter(str(n.target) for n in self.calls)
+        return Counter(target_name(n.target) for n in self.calls)
 
     def node_by_key(self, name: str) -> fx.Node:
         """The node whose key has this name (``module/family#ordinal@phase``); KeyError where there is none."""
@@ -188,9 +189,11 @@ class StepGraph:
         """
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
-    def __str__(self) -> str:
-        from .text import format_graph
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{n} {phase}" for phase, n in self.op_counts_by_phase().items())
+        return f"StepGraph({len(self.inputs)} inputs, {counts}, {len(self.outputs)} outputs)"
 
+    def __str__(self) -> str:
         return format_graph(self)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture import CapturedStep, CapturedUpdate, ModuleTensors, capture_update
+from ..capture import CapturedStep, CapturedUpdate, FlatBatch, ModuleTensors, capture_update
 from ..graph import OutputRole, StepGraph
 from ..passes import PassRecord, run_passes, training_passes
 from .binding import Binding
@@ -53,14 +53,16 @@ class CompiledBatch:
     def __init__(
         self,
         step: CapturedStep,
-        batch_positions: list[int],
+        batch: FlatBatch,
         tensors: ModuleTensors,
         optimizer: torch.optim.Optimizer,
         options: StepOptions,
     ) -> None:
         self.step = step
-        self.batch_positions = batch_positions
+        self.batch = batch.describe()
+        self.batch_positions = batch.tensor_positions
         self.variants: list[Variant] = []
+        self.capture_seconds = 0.0
         self._tensors = tensors
         self._optimizer = optimizer
         self._options = options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
@@ -32,13 +33,25 @@ class EagerExecutor:
         self.source, namespace = _generate(graph)
         name = f"<stepgraph step {next(_numbers)}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
+        self._name = name
         exec(compile(self.source, name, "exec"), namespace)
         self._run: Callable[[list[Any]], list[Any]] = namespace["run"]
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Runs the step on ``inputs`` (one for each placeholder, emptied) and returns the outputs."""
         with torch.no_grad():
-            return self._run(inputs)
+            try:
+                return self._run(inputs)
+            except Exception as error:
+                self._tell_where(error)
+                raise
+
+    def _tell_where(self, error: Exception) -> None:
+        """Adds the logical key of the failing node to the error (Python 3.11 and newer)."""
+        frame = next((f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._name), None)
+        if frame is not None and frame.lineno is not None and hasattr(error, "add_note"):
+            line = self.source.splitlines()[frame.lineno - 1]
+            error.add_note(f"in the compiled step, at {line.partition('  # ')[2] or line.strip()}")
 
 
 def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:

@@ -5,14 +5,14 @@ Checks are comparisons of flat lists with those of the last call, since every mi
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..capture import CapturedUpdate, ModuleTensors, group_constants, hypers_of, state_signature
+from ..capture import MODULE_INTERNALS, CapturedUpdate, ModuleTensors, group_constants, hypers_of, state_signature
 from ..errors import GuardError
 from ..torch_compat import hooks_of_all, module_hooks_of, optimizer_hooks_of
 
@@ -33,9 +33,13 @@ class ModelGuard:
         self._seen_registered = [p for d in self._registered for p in d.values()]
         self._params = [h.tensor for h in tensors.params]
         self._hooks = module_hooks_of(self._modules)
-        self._others = tensors.buffers + tensors.attributes
-        self._seen_others: list[Any] = []
-        self._others_signature: Hashable = ()
+        self._plain = [m.__dict__ for m in self._modules]
+        self._buffers = [m._buffers for m in self._modules]
+        self._ignored: set[str] = set()
+        self._watched: list[tuple[dict[str, Any], str]] = []
+        self._sizes: list[int] = []
+        self._seen_values: list[Any] = []
+        self._values_signature: Hashable = ()
         self._addresses: list[int] = []
         self._layouts: Hashable = ()
         self._last: list[Any] = []
@@ -70,7 +74,7 @@ class ModelGuard:
             self._layout_signature(),
             [tuple(hooks) for hooks in self._hooks] if any(self._hooks) else [],
             hooks_of_all(self._params),
-            self._buffer_signature(),
+            self._attribute_signature(),
             _ambient_state(),
         ]
         if now != self._last:
@@ -86,31 +90,62 @@ class ModelGuard:
             self._layouts = tuple((p.dtype, p.device, p.shape, p.stride()) for p in self._params)
         return self._layouts
 
-    def _buffer_signature(self) -> Hashable:
-        now = [h.current() for h in self._others]
-        if len(now) != len(self._seen_others) or not all(map(is_, now, self._seen_others)):
-            self._seen_others = now
-            self._others_signature = tuple(
-                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else type(t).__name__
-                for t in now
-            )
-        return self._others_signature
+    def ignore(self, paths: Iterable[str]) -> None:
+        """Leaves attributes that forward itself changes out of the signature."""
+        self._ignored.update(paths)
+        self._sizes = []
+
+    def _attribute_signature(self) -> Hashable:
+        """Buffers and plain attributes of modules, such as ``Dropout.p``: numbers and strings by value, tensors by metadata."""
+        sizes = [len(d) for d in self._plain] + [len(d) for d in self._buffers]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._watched = list(self._attributes_to_watch())
+            self._seen_values = []
+        now = [d.get(name) for d, name in self._watched]
+        if len(now) != len(self._seen_values) or not all(map(is_, now, self._seen_values)):
+            self._seen_values = now
+            self._values_signature = tuple(map(_attribute_value, now))
+        return self._values_signature
+
+    def _attributes_to_watch(self) -> Iterator[tuple[dict[str, Any], str]]:
+        for path, module in self._named:
+            for name in module._buffers:
+                yield module._buffers, name
+            for name, value in module.__dict__.items():
+                is_internal = name in MODULE_INTERNALS or (f"{path}.{name}" if path else name) in self._ignored
+                if not is_internal and isinstance(
+                    value, (bool, int, float, str, Tensor, type(None), list, tuple, dict)
+                ):
+                    yield module.__dict__, name
+
+
+def _attribute_value(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return (type(value), tuple(_attribute_value(v) for v in items if isinstance(v, Tensor)))
+    if isinstance(value, (bool, int, str)):
+        return (type(value), value)
+    return type(value).__name__
 
 
 def _replaced(path: str, before: Any, now: Any) -> GuardError:
     kind = "parameter" if isinstance(before if now is None else now, Tensor) else "module"
     how = "removed" if now is None else "added" if before is None else "replaced by another object"
-    return GuardError(
-        f"{kind} {path!r} was {how} after the step was compiled. The step would go on with what was there before, and so would "
-        "the optimizer (load_state_dict(assign=True), assigning a Parameter and replacing a submodule do this). Build a new "
-        "optimizer from model.parameters() and compile the step again; load_state_dict without assign keeps the parameters."
+    why = (
+        "The captured step does not contain it, and the optimizer may not hold its parameters."
+        if before is None
+        else "The step would go on with what was there before, and so would the optimizer (load_state_dict(assign=True), "
+        "assigning a Parameter and replacing a submodule do this; load_state_dict without assign keeps the parameters)."
     )
-
-
-def _tensor_signature(value: Any) -> Hashable:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+    return GuardError(
+        f"{kind} {path!r} was {how} after the step was compiled. {why} Build a new optimizer from model.parameters() and "
+        "compile the step again."
+    )
 
 
 def _ambient_state() -> Hashable:

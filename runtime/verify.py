@@ -43,6 +43,8 @@ class VerifyReport:
             return f"bitwise equal to eager ({what})" + (f"; {self.detail}" if self.detail else "")
         lines = [f"differs from eager in {len(self.differences)} of the compared values ({what})"]
         lines += [f"  {line}" for line in self.differences[:10]]
+        if len(self.differences) > 10:
+            lines.append(f"  ... and {len(self.differences) - 10} more")
         if self.first is not None:
             lines.append(f"  first difference: {self.first}")
         if self.detail:

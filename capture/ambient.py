@@ -1,0 +1,100 @@
+"""The surroundings of a trace: random streams, autocast's cache, and calls that would take effect at capture only."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError, StepGraphWarning
+
+
+@contextlib.contextmanager
+def random_state_kept(notes: list[str]) -> Iterator[None]:
+    """Fake operators draw nothing, but the code under trace may seed a generator, or draw from Python's or numpy's."""
+    cpu = torch.get_rng_state()
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        drawn = ["random"] if random.getstate() != python else []
+        if numpy is not None and not _same_numpy_state(numpy.random.get_state(), numpy_state):
+            drawn.append("numpy.random")
+        if drawn:
+            note = f"the step draws from {' and '.join(drawn)}: what it drew at capture is a constant of the graph"
+            notes.append(note)
+            warnings.warn(StepGraphWarning(note + ". Draw with torch, or put the number into the batch."), stacklevel=2)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _same_numpy_state(a: Any, b: Any) -> bool:
+    return bool(a[2:] == b[2:] and (a[1] == b[1]).all())
+
+
+@contextlib.contextmanager
+def autocast_cache() -> Iterator[None]:
+    """Turns autocast's weight cache on, which ``make_fx`` turns off.
+
+    With it off, a layer that is used twice under autocast gets its gradients summed in fp32 instead of 16 bit.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.clearautocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
+_REFUSED: tuple[tuple[Any, str, str], ...] = (
+    (
+        torch.autograd,
+        "backward",
+        "return the sum of the losses and let the step differentiate it, or use torch.autograd.grad",
+    ),
+    (torch, "manual_seed", "seed before the step; random numbers are drawn from the default generator"),
+    (torch.random, "manual_seed", "seed before the step; random numbers are drawn from the default generator"),
+    (torch, "set_rng_state", "set random states outside of the step; draw fixed noise once and keep it in a buffer"),
+    (
+        torch.random,
+        "set_rng_state",
+        "set random states outside of the step; draw fixed noise once and keep it in a buffer",
+    ),
+)
+
+
+@contextlib.contextmanager
+def refused_calls() -> Iterator[None]:
+    """Refuses what takes effect at capture only: gradients would go to the stand-ins, and seeds would be forgotten."""
+    thread = threading.get_ident()
+
+    def refusal(original: Any, name: str, remedy: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            raise CaptureError(f"{name}() is called inside the step.", remedy=remedy)
+
+        return call
+
+    originals = [(module, name, getattr(module, name)) for module, name, _ in _REFUSED]
+    try:
+        for module, name, remedy in _REFUSED:
+            setattr(module, name, refusal(getattr(module, name), name, remedy))
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
