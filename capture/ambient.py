@@ -56,7 +56,7 @@ def autocast_cache() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.clearautocast_cache()
+        torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
 
 

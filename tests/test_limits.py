@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -361,7 +362,5 @@ def test_errors_of_a_running_step_name_the_node() -> None:
     step(torch.tensor([0, 1]))
     with pytest.raises(IndexError) as caught:
         step(torch.tensor([0, 9]))
-    assert any(
-        "(root)/embedding#0@forward" in note
-        for note in getattr(caught.value, "__notes__", ["(root)/embedding#0@forward"])
-    )
+    if sys.version_info >= (3, 11):  # earlier errors take no notes
+        assert any("(root)/embedding#0@forward" in note for note in caught.value.__notes__)
