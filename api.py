@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import (
+    CapturedStep,
     FlatBatch,
     LossCall,
     batch_signature,
@@ -44,7 +44,6 @@ from .torch_compat import mark_stepped, pytree
 logger = logging.getLogger("stepgraph")
 
 CAPTURES_BEFORE_WARNING = 8
-_CAPTURE_LOCK = threading.RLock()  # a capture replaces functions of torch for its time
 _WAYS_OUT = {
     "precision": "until then call the step under torch.autocast, or keep the model in 16 bit",
     "error_if_nonfinite": 'nonfinite="raise" raises for a non-finite norm too',
@@ -311,7 +310,7 @@ class TrainStep:
         return (batch_signature(batch, self._device), self._guard.signature(), self._members.signature())
 
     def _capture(self, batch: FlatBatch) -> CompiledBatch:
-        with _CAPTURE_LOCK, _torch_log_quiet():
+        with _torch_log_quiet():
             return self._capture_alone(batch)
 
     def _capture_alone(self, batch: FlatBatch) -> CompiledBatch:
@@ -326,6 +325,7 @@ class TrainStep:
         compiled.capture_seconds = time.perf_counter() - start
         logger.info("captured %s in %.1f s", ", ".join(batch.describe()), compiled.capture_seconds)
         self._guard.ignore(step.changed_attributes)
+        self._guard.ignore(self._irrelevant_attributes(step, batch))
         self._cache[self._signature(batch)] = compiled
         if len(self._cache) == CAPTURES_BEFORE_WARNING:
             varying = varying_leaves(batch.paths, [s[0] for s in self._cache])
@@ -338,6 +338,15 @@ class TrainStep:
                 stacklevel=4,
             )
         return compiled
+
+    def _irrelevant_attributes(self, step: CapturedStep, batch: FlatBatch) -> list[str]:
+        """Attributes whose change led to a capture of the very same graph: a step counter that forward does not read."""
+        batch_part, number, members = self._signature(batch)
+        text = str(step.graph)
+        for (other_batch, other, other_members), compiled in self._cache.items():
+            if (other_batch, other_members) == (batch_part, members) and str(compiled.step.graph) == text:
+                return self._guard.differing_attributes(number, other)
+        return []
 
     def _finish(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> StepResult:
         code = variant.first(OutputRole.NONFINITE, outputs)

@@ -14,6 +14,8 @@ import torch
 
 from ..errors import CaptureError, StepGraphWarning
 
+CAPTURE_LOCK = threading.RLock()  # a capture replaces functions of torch for its time
+
 
 @contextlib.contextmanager
 def random_state_kept(notes: list[str]) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError, ConfigError
-from ..torch_compat import pytree, storage_key
+from ..torch_compat import FakeTensor, pytree, storage_key
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,10 @@ def _repeats(leaves: list[Any]) -> Hashable:
 
 def _leaf_signature(leaf: Any, device: torch.device) -> Hashable:
     if isinstance(leaf, Tensor):
+        if type(leaf) not in (Tensor, nn.Parameter, FakeTensor):
+            raise ConfigError(
+                f"the batch holds a {type(leaf).__name__}; pass plain tensors, with x.as_subclass(torch.Tensor)"
+            )
         strides = None if leaf.is_contiguous() else leaf.stride()
         bits = (leaf.requires_grad, leaf.is_conj(), leaf.is_neg())
         return (leaf.shape, leaf.dtype, device if leaf.is_meta else leaf.device, strides, bits)

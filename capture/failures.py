@@ -18,7 +18,7 @@ _DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode, Dy
 
 def capture_error(error: Exception, context: TraceContext, during: str) -> StepGraphError:
     """The error to raise instead of ``error``, which came out of a trace."""
-    line = _user_line(error) or user_source_line()
+    line = source_line_of(error) or user_source_line()
     module = context.failed_module if context.failed_module is not None else context.module_path
     if isinstance(error, CaptureError):
         if error.module_path is None or error.source_line is None:
@@ -90,7 +90,8 @@ def is_data_dependent(error: BaseException | None) -> bool:
     return False
 
 
-def _user_line(error: BaseException) -> str | None:
+def source_line_of(error: BaseException) -> str | None:
+    """``file:line`` of the innermost frame of the user's code that an error passed through, or None."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not is_internal_file(frame.filename):
             return f"{frame.filename}:{frame.lineno}"

@@ -25,7 +25,7 @@ from ..graph import (
     written_nodes,
 )
 from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, make_fx, pytree, storage_key, tensor_hooks_of
-from .ambient import autocast_cache, random_state_kept, refused_calls
+from .ambient import CAPTURE_LOCK, autocast_cache, random_state_kept, refused_calls
 from .batch import FlatBatch, LossCall, is_plain
 from .context import TraceContext
 from .failures import capture_error
@@ -48,6 +48,7 @@ class CapturedStep:
         fakes: the fake parameters that the capture ran on, by key.
         region_writes: whether a checkpointed region writes a buffer, which eager's recompute does twice.
         changed_attributes: plain attributes of modules that forward changes.
+        shared_gradients: parameters whose gradients share memory in eager.
         notes: what the user should know about this capture.
     """
 
@@ -59,6 +60,7 @@ class CapturedStep:
     fakes: dict[str, Tensor] = field(default_factory=dict)
     region_writes: bool = False
     changed_attributes: list[str] = field(default_factory=list)
+    shared_gradients: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -76,8 +78,12 @@ def capture_forward_backward(
     Raises:
         CaptureError: the model cannot be traced, or the loss is no scalar or depends on no trained parameter.
     """
-    trace = _Trace(model, tensors, trained_ids, call, batch)
-    state = ModuleState(model)
+    with CAPTURE_LOCK:
+        return _captured(_Trace(model, tensors, trained_ids, call, batch))
+
+
+def _captured(trace: _Trace) -> CapturedStep:
+    state = ModuleState(trace.model)
     try:
         try:
             graph_module = trace.run()
@@ -226,6 +232,7 @@ class _Trace:
     def _rebound(self, stand_ins: dict[int, Tensor]) -> list[tuple[str, Tensor]]:
         """Places that forward bound to another tensor (``self.n = self.n + 1``), and that tensor."""
         found = []
+        detached: dict[int, Tensor] = {}  # one tensor bound to two places stays one
         for held in self.tensors.buffers + self.tensors.attributes:
             before = stand_ins[id(held.tensor)]
             for slot in held.slots:
@@ -240,7 +247,9 @@ class _Trace:
                         source_line=self.context.source_of(now),
                         remedy="keep its shape, dtype and device, or write it in place",
                     )
-                found.append((slot.name, now.detach()))
+                if id(now) not in detached:
+                    detached[id(now)] = now.detach()
+                found.append((slot.name, detached[id(now)]))
         return found
 
     def _check_stand_ins(self, stand_ins: dict[int, Tensor], storages: dict[int, int], hooks: int) -> None:
@@ -279,7 +288,7 @@ class _Trace:
         if changed:
             note = (
                 f"forward changes Python state ({', '.join(changed)}); the compiled step runs with the values seen at capture "
-                "and does not change them. step.verify(batch) says whether that matters."
+                "and does not change them. Keep what later steps read in a buffer."
             )
             self.notes.append(note)
             warnings.warn(StepGraphWarning(note), stacklevel=2)
@@ -347,13 +356,19 @@ class _Trace:
         for node in step_graph.calls:
             step_graph.assign_key(node, node.meta.pop("module"), family_of(node.target), node.meta["phase"])
         step_graph.record_effects()
-        own_gradients(step_graph)
+        shared = own_gradients(step_graph)
         step_graph.drop_unused_inputs([InputRole.BUFFER, InputRole.CONSTANT])
         unused = [h.key for h in self.trained if h not in self.used]
         notes = self.notes + (
             [f"no gradient reaches {', '.join(unused)}: never updated, as in eager"] if unused else []
         )
         notes += self._region_notes(step_graph)
+        if shared:
+            notes.append(
+                f"the gradients of {', '.join(shared)} share memory in eager, where clipping scales it repeatedly"
+            )
+        if any(self.batch.leaves[i].requires_grad for i in self.batch_tensors):
+            notes.append("tensors of the batch that require grad get no .grad")
         fakes = {h.key: fake for h, fake in zip(self.tensors.params, self.fakes, strict=False)}
         return CapturedStep(
             step_graph,
@@ -364,6 +379,7 @@ class _Trace:
             fakes,
             self.region_writes,
             self.changed_attributes,
+            shared,
             notes,
         )
 

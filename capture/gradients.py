@@ -14,8 +14,12 @@ from torch import Tensor, fx
 from ..graph import InputRole, OutputRole, Phase, StepGraph, storages_of
 
 
-def own_gradients(step_graph: StepGraph) -> None:
-    """Inserts a copy after each gradient that shares memory or has a layout other than its parameter's."""
+def own_gradients(step_graph: StepGraph) -> list[str]:
+    """Inserts a copy after each gradient that shares memory or has a layout other than its parameter's.
+
+    Returns the parameters whose gradients share memory.
+    """
+    shared = []
     owners: dict[int, int] = {}
     for node in step_graph.graph.nodes:
         if node.op == "placeholder":
@@ -33,9 +37,11 @@ def own_gradients(step_graph: StepGraph) -> None:
                 continue
             grad, param = values[position].meta["val"], params[spec.key].meta["val"]
             is_shared = any(owners[key] > 1 for key in storages_of(values[position]))
+            shared += [spec.key] if is_shared else []
             if is_shared or not _obeys_layout(grad, param):
                 values[position] = _copy_like(step_graph, values[position], param, spec.key)
     step_graph.set_outputs(values, step_graph.outputs)
+    return shared
 
 
 def _obeys_layout(grad: Tensor, param: Tensor) -> bool:

@@ -31,8 +31,9 @@ from ..torch_compat import (
     pytree,
     storage_key,
 )
+from .ambient import CAPTURE_LOCK
 from .context import TraceContext
-from .failures import capture_error, is_data_dependent
+from .failures import capture_error, is_data_dependent, source_line_of
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
 from .known_values import KnownValues
 
@@ -137,11 +138,15 @@ def capture_update(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], 
     """
     trace = _UpdateTrace(optimizer, params, step)
     try:
-        return trace.run()
+        with CAPTURE_LOCK:
+            return trace.run()
     except Exception as error:
         name = f"{type(optimizer).__name__}.step()"
         if is_data_dependent(error):
-            raise CaptureError(f"{name} branches on the value of a tensor in its state.", remedy=_BRANCHES) from error
+            line = source_line_of(error)
+            raise CaptureError(
+                f"{name} branches on the value of a tensor.", source_line=line, remedy=_BRANCHES
+            ) from error
         raise capture_error(error, trace.context, name) from error
 
 

@@ -36,7 +36,8 @@ class ModelGuard:
         self._plain = [m.__dict__ for m in self._modules]
         self._buffers = [m._buffers for m in self._modules]
         self._ignored: set[str] = set()
-        self._watched: list[tuple[dict[str, Any], str]] = []
+        self._watched: list[tuple[dict[str, Any], str, str]] = []
+        self._containers: list[Any] = []
         self._sizes: list[int] = []
         self._seen_values: list[Any] = []
         self._values_signature: Hashable = ()
@@ -97,27 +98,55 @@ class ModelGuard:
 
     def _attribute_signature(self) -> Hashable:
         """Buffers and plain attributes of modules, such as ``Dropout.p``: numbers and strings by value, tensors by metadata."""
-        sizes = [len(d) for d in self._plain] + [len(d) for d in self._buffers]
+        sizes = [len(d) for d in self._plain] + [len(d) for d in self._buffers] + [len(c) for c in self._containers]
         if sizes != self._sizes:
-            self._sizes = sizes
             self._watched = list(self._attributes_to_watch())
+            values = [d.get(name) for d, name, _ in self._watched]
+            self._containers = [v for v in values if isinstance(v, (list, dict))]
+            self._sizes = sizes[: 2 * len(self._plain)] + [len(c) for c in self._containers]
             self._seen_values = []
-        now = [d.get(name) for d, name in self._watched]
+        now = [d.get(name) for d, name, _ in self._watched]
         if len(now) != len(self._seen_values) or not all(map(is_, now, self._seen_values)):
             self._seen_values = now
-            self._values_signature = tuple(map(_attribute_value, now))
+            first: dict[int, int] = {}
+            tied = tuple(first.setdefault(id(v), i) for i, v in enumerate(now) if isinstance(v, Tensor))
+            self._values_signature = (tuple(map(_attribute_value, now)), tied)
         return self._values_signature
 
-    def _attributes_to_watch(self) -> Iterator[tuple[dict[str, Any], str]]:
+    def differing_attributes(self, number: int, other: int) -> list[str]:
+        """Numbers and strings in plain attributes by which two signatures differ; empty where anything else differs."""
+        keys = {n: key for key, n in self._numbers.items()}
+        mine, theirs = list(keys[number]), list(keys[other])  # type: ignore[call-overload]
+        (values, tied), (other_values, other_tied) = mine.pop(_ATTRIBUTES), theirs.pop(_ATTRIBUTES)
+        if (
+            mine != theirs
+            or tied != other_tied
+            or len(values) != len(other_values)
+            or len(values) != len(self._watched)
+        ):
+            return []
+        changed = [
+            (path, isinstance(d.get(name), _PLAIN))
+            for (d, name, path), a, b in zip(self._watched, values, other_values, strict=True)
+            if a != b
+        ]
+        return [path for path, _ in changed] if all(is_plain for _, is_plain in changed) else []
+
+    def _attributes_to_watch(self) -> Iterator[tuple[dict[str, Any], str, str]]:
         for path, module in self._named:
             for name in module._buffers:
-                yield module._buffers, name
+                yield module._buffers, name, f"{path}.{name}"
             for name, value in module.__dict__.items():
-                is_internal = name in MODULE_INTERNALS or (f"{path}.{name}" if path else name) in self._ignored
+                full = f"{path}.{name}" if path else name
+                is_internal = name in MODULE_INTERNALS or full in self._ignored
                 if not is_internal and isinstance(
                     value, (bool, int, float, str, Tensor, type(None), list, tuple, dict)
                 ):
-                    yield module.__dict__, name
+                    yield module.__dict__, name, full
+
+
+_PLAIN = (bool, int, float, str)
+_ATTRIBUTES = 5  # position in a signature
 
 
 def _attribute_value(value: Any) -> Hashable:

@@ -76,12 +76,13 @@ def verify_step(
         eager, graph = ({k: v for k, v in values.items() if not k.startswith(_UPDATED)} for values in (eager, graph))
     compared = _count_kinds(eager)
     differences = _differences(eager, graph)
+    remarks = [skipped] if skipped else []
     if compiled.step.region_writes:
-        skipped = "; ".join(
-            filter(None, [skipped, "checkpointed regions that write buffers were run once in eager too"])
-        )
+        remarks.append("checkpointed regions that write buffers were run once in eager too")
+    if compiled.step.shared_gradients and max_norm:
+        remarks.append("gradients that share memory were parted in eager too, which would clip them repeatedly")
     if not differences:
-        return VerifyReport(True, compared, detail=skipped)
+        return VerifyReport(True, compared, detail="; ".join(remarks))
     first, detail = first_difference(subject)
     return VerifyReport(False, compared, differences, first, detail)
 

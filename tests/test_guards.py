@@ -799,6 +799,35 @@ def test_parameter_data_of_another_layout_is_followed() -> None:
     pair.run(batch, steps=2)
 
 
+class Settings(nn.Module):
+    """Reads plain attributes of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale, self.flip, self.mode, self.shift = 2.0, False, "sum", None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.scale
+        x = -x if self.flip else x
+        x = x if self.shift is None else x + self.shift
+        return x.sum() if self.mode == "sum" else x.square().mean()
+
+
+@pytest.mark.case("B48")
+def test_plain_attributes_that_change_are_followed() -> None:
+    """As `training` is: another value is another capture, and the first one is used again."""
+    pair = SideBySide(Settings, fixtures.own_output, adamw())
+    batch = rows(0, 3, 4)
+    pair.run(batch)
+    for name, value in (("scale", 3.0), ("flip", True), ("mode", "mean"), ("shift", 0.5), ("scale", 2.0)):
+        pair.both(lambda m, _, name=name, value=value: setattr(m, name, value))
+        pair.run(batch)
+    pair.both(lambda m, _: m.__dict__.update(scale=2.0, flip=False, mode="sum", shift=None))
+    pair.run(batch)
+    assert pair.step.captures == 6
+
+
 # Hooks and other things added after compilation
 
 

@@ -364,3 +364,95 @@ def test_errors_of_a_running_step_name_the_node() -> None:
         step(torch.tensor([0, 9]))
     if sys.version_info >= (3, 11):  # earlier errors take no notes
         assert any("(root)/embedding#0@forward" in note for note in caught.value.__notes__)
+
+
+def test_a_counter_that_forward_does_not_read_is_ignored() -> None:
+    model = Forward(lambda module, hidden: None)
+    step = compiled(model)
+    for i in range(12):
+        model.global_step = i  # type: ignore[assignment]
+        step(X)
+    assert step.captures <= 3
+
+
+def binds_the_first(module: Forward, hidden: Tensor) -> Tensor:
+    module.memory = hidden.detach()
+    return hidden + module.other  # type: ignore[operator]
+
+
+def binds_both_to_one(module: Forward, hidden: Tensor) -> Tensor:
+    out = hidden + module.memory + module.other  # type: ignore[operator]
+    module.memory = module.other = hidden.detach()
+    return out
+
+
+@pytest.mark.parametrize("extra", [binds_the_first, binds_both_to_one])
+@pytest.mark.parametrize("tied", [False, True])
+def test_buffers_that_are_one_tensor_and_part(extra: Callable[[Any, Tensor], Any], tied: bool) -> None:
+    def build() -> nn.Module:
+        model = Forward(extra)
+        model.register_buffer("other", model.memory if tied else torch.ones(3, 4))
+        return model
+
+    eager_model, graph_model = oracle.twin(build)
+    eager = oracle.eager_steps(
+        eager_model, torch.optim.SGD(eager_model.parameters(), lr=0.1), fixtures.mean_square, [X] * 5
+    )
+    optimizer = torch.optim.SGD(graph_model.parameters(), lr=0.1)
+    step = sg.compile_train_step(graph_model, optimizer, loss_fn=fixtures.mean_square)
+    oracle.assert_bitwise(eager, oracle.graph_steps(step, graph_model, optimizer, [X] * 5))
+    assert (graph_model.memory is graph_model.other) is (eager_model.memory is eager_model.other)
+
+
+def test_buffers_tied_between_steps() -> None:
+    model = Forward(lambda module, hidden: hidden + module.memory.add_(1.0) * module.other)
+    model.register_buffer("other", torch.ones(3, 4))
+    step = compiled(model)
+    step(X)
+    model.memory = model.other
+    assert step.verify(X).equal
+    step(X)
+
+
+def uses_a_list(module: Forward, hidden: Tensor) -> Tensor:
+    for tensor in module.tensors:  # type: ignore[union-attr]
+        hidden = hidden * tensor
+    return hidden
+
+
+def test_a_list_of_tensors_that_grows_and_shrinks() -> None:
+    model = Forward(uses_a_list)
+    model.tensors = [torch.full((4,), 2.0)]  # type: ignore[assignment]
+    step = compiled(model)
+    step(X)
+    model.tensors.append(torch.full((4,), 3.0))  # type: ignore[union-attr, operator]
+    assert step.verify(X).equal
+    step(X)
+    del model.tensors[:]  # type: ignore[arg-type]
+    assert step.verify(X).equal
+
+
+class Tagged(Tensor):
+    """A subclass of tensors."""
+
+
+def test_batches_of_tensor_subclasses_are_refused() -> None:
+    with pytest.raises(sg.ConfigError, match="holds a Tagged; pass plain tensors"):
+        compiled(nn.Linear(4, 4))(X.as_subclass(Tagged))
+
+
+def test_gradients_that_share_memory_are_clipped_once() -> None:
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.stack([self.a, self.b]).sum(0)
+
+    model = Stacked()
+    step = compiled(model, max_norm=0.1)
+    report = step.verify(X)
+    assert report.equal
+    assert "share memory" in str(report)
+    assert "a, b share memory" in step.report()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -367,6 +368,8 @@ def test_every_node_made_wrong_is_named(name: str) -> None:
         step(fixture.batch)
     for node in step.graph.calls:
         value = node.meta["val"]
+        if node in step.graph.output_values and node.meta["key"].family == "detach":
+            continue  # what the step hands out; eager's loop has no such call within the step
         if not isinstance(value, Tensor) or not value.is_floating_point() or node.meta["key"].family in UNPAIRED:
             continue
         target, perturbed = node.target, node.meta["trace_index"] is None and str(node.meta["phase"]) == "backward"
@@ -415,16 +418,15 @@ def test_effects_that_are_wrong_are_noticed(change: str) -> None:
 
 
 class Scaled(nn.Module):
-    """Multiplies by a number in Python."""
+    """Multiplies by a number that is in an object of the user's own, which no step can watch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = 2.0
-        self.flip = False
+        self.settings = SimpleNamespace(scale=2.0, flip=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * self.scale
-        return -x if self.flip else x
+        x = x * self.settings.scale
+        return -x if self.settings.flip else x
 
 
 def scaled() -> fixtures.Fixture:
@@ -438,7 +440,7 @@ def test_python_state_that_changed_since_capture_is_found() -> None:
     step = compiled(fixture)
     step(fixture.batch)
     assert step.verify(fixture.batch).equal
-    fixture.model[1][1].scale = 3.0
+    fixture.model[1][1].settings.scale = 3.0
     check = remembered(step)
     report = step.verify(fixture.batch)
     assert not report.equal
@@ -447,7 +449,7 @@ def test_python_state_that_changed_since_capture_is_found() -> None:
     assert node.meta["key"].family == "mul"
     assert "test_verify.py" in report.detail, "the source line"
     check()
-    fixture.model[1][1].scale = 2.0
+    fixture.model[1][1].settings.scale = 2.0
     assert step.verify(fixture.batch).equal
 
 
@@ -455,7 +457,7 @@ def test_python_branch_that_changed_since_capture_is_found() -> None:
     fixture = scaled()
     step = compiled(fixture)
     step(fixture.batch)
-    fixture.model[1][1].flip = True
+    fixture.model[1][1].settings.flip = True
     report = step.verify(fixture.batch)
     assert not report.equal
     assert report.first is not None
@@ -531,7 +533,7 @@ def test_first_step_that_differs_warns_and_goes_on() -> None:
     fixture = scaled()
     step = compiled(fixture, verify="first")
     step.prepare(fixture.batch)
-    fixture.model[1][1].scale = 3.0
+    fixture.model[1][1].settings.scale = 3.0
     with pytest.warns(sg.StepGraphWarning, match="1.1/mul") as caught:
         result = step(fixture.batch)
     assert caught[0].filename == __file__
