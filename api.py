@@ -219,7 +219,7 @@ class TrainStep:
         if self._verify_first and self._calls == 0:
             self._report_verification(self.verify(batch))
         compiled, variant, flat = self._compiled_for(batch)
-        outputs = variant.executor(variant.binding.inputs([flat.leaves[i] for i in compiled.batch_positions]))
+        outputs = variant.executor(variant.inputs([flat.leaves[i] for i in compiled.batch_positions]))
         self._calls += 1
         return self._finish(compiled, variant, outputs)
 
@@ -335,7 +335,7 @@ class TrainStep:
                     + (f"What varies: {'; '.join(varying)}. " if varying else "")
                     + "Pad or bucket batches to few shapes, and pass numbers that change as tensors."
                 ),
-                stacklevel=4,
+                stacklevel=5,
             )
         return compiled
 

@@ -70,6 +70,7 @@ __all__ = [
     "hyper_scalar",
     "make_fx",
     "mark_stepped",
+    "metadata_guard",
     "module_hooks_of",
     "node_creation_observed",
     "optimizer_hooks_of",
@@ -243,14 +244,24 @@ def has_post_accumulate_hooks(param: Tensor) -> bool:
 
 
 def hooks_of_all(params: list[Tensor]) -> list[tuple[int, ...]]:
-    """Handles of the hooks on each of ``params``; empty where none has any. Attribute names seen in 2.13.
+    """Handles of the hooks on each of ``params``; empty where none has any. ``_backward_hooks`` seen in 2.13.
 
     Handles count up and are never used again, unlike the identities of functions.
     """
-    both = [p._backward_hooks for p in params], [getattr(p, "_post_accumulate_grad_hooks", None) for p in params]
-    if all(hooks.count(None) == len(hooks) for hooks in both):
-        return []
-    return [tuple(hooks or {}) for kind in both for hooks in kind]
+    hooks = [p._backward_hooks for p in params]
+    return [] if hooks.count(None) == len(hooks) else [tuple(h or {}) for h in hooks]
+
+
+def metadata_guard(tensors: list[Tensor]) -> Callable[..., bool]:
+    """A check, faster than Python's, that tensors have the metadata and ``requires_grad`` that these have now.
+
+    ``torch._C._dynamo.guards.TensorGuards`` seen in 2.13.
+    """
+    sizes: Any
+    strides: Any
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return cast("Callable[..., bool]", guards.check)
 
 
 def module_hooks_of(modules: list[torch.nn.Module]) -> list[dict[int, Any]]:

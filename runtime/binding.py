@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -30,8 +29,7 @@ class Binding:
         self._states: list[tuple[int, Tensor, str]] = []
         self._batch: list[tuple[int, str]] = []
         self._hypers: list[_Hyper] = []
-        self._seen: list[Any] = []
-        self._entries: list[tuple[dict[str, Any], str]] = []
+        self._state_version = -1
         for position, spec in enumerate(graph.inputs):
             self._fixed.append(None)
             if spec.role is InputRole.PARAM:
@@ -49,38 +47,34 @@ class Binding:
                 self._hypers.append(_Hyper(position, spec.key))
             else:
                 raise GuardError(f"nothing to bind for the input {spec}")
-        first = self._states[0][0] if self._states else 0
-        self._state_slice = slice(first, first + len(self._states))  # the update pass adds them in one run
         slots = {slot.name: slot for h in tensors.buffers + tensors.attributes for slot in h.slots}
         self._rebound = [(i, slots[s.key]) for i, s in enumerate(graph.outputs) if s.role is OutputRole.BUFFER]
         self._created = [
             (i, *spec.key.partition("/")[::2]) for i, spec in enumerate(graph.outputs) if spec.role is OutputRole.STATE
         ]
 
-    def inputs(self, batch_tensors: Sequence[Tensor]) -> list[Any]:
-        """One value for each placeholder. ``batch_tensors`` are the tensor leaves of the batch, in order."""
+    def inputs(self, batch_tensors: Sequence[Tensor], state_version: int) -> list[Any]:
+        """One value for each placeholder.
+
+        Args:
+            batch_tensors: the tensor leaves of the batch, in order.
+            state_version: state tensors are looked up again only where this differs from the last call's; hashing
+                parameters is slow.
+        """
+        if state_version != self._state_version:
+            state = self._optimizer.state
+            self._state_version = state_version
+            for position, param, name in self._states:
+                self._fixed[position] = state[param][name]
         values = list(self._fixed)
         for position, held in self._buffers:
             values[position] = held.current()
-        values[self._state_slice] = [entries[name] for entries, name in self._state_entries()]
         for (position, _), tensor in zip(self._batch, batch_tensors, strict=True):
             values[position] = tensor
         groups = self._optimizer.param_groups
         for hyper in self._hypers:
             values[hyper.position] = hyper.tensor(groups)
         return values
-
-    def _state_entries(self) -> list[tuple[dict[str, Any], str]]:
-        """For each state input, the dict that holds it, and its name there.
-
-        A dict is looked up by its parameter again only where the optimizer's dicts changed: hashing tensors is slow.
-        """
-        state = self._optimizer.state
-        now = state.values()
-        if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
-            self._seen = list(now)
-            self._entries = [(state[param], name) for _, param, name in self._states]
-        return self._entries
 
     def store(self, outputs: list[Any]) -> None:
         """Binds what forward bound to buffers and attributes, and hands the optimizer the state that the update created.

@@ -41,6 +41,10 @@ class Variant:
         for position, spec in enumerate(self.graph.outputs):
             self.outputs[spec.role].append(position)
 
+    def inputs(self, batch_tensors: list[Tensor]) -> list[Any]:
+        """The graph's inputs, for an optimizer that the variant's guard has matched."""
+        return self.binding.inputs(batch_tensors, self.guard.state_version)
+
     def first(self, role: OutputRole, values: list[Any]) -> Any:
         """The only output of ``role`` among ``values``, or None."""
         positions = self.outputs[role]

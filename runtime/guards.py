@@ -5,7 +5,8 @@ Checks are comparisons of flat lists with those of the last call, since every mi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 
 from ..capture import MODULE_INTERNALS, CapturedUpdate, ModuleTensors, group_constants, hypers_of, state_signature
 from ..errors import GuardError
-from ..torch_compat import hooks_of_all, module_hooks_of, optimizer_hooks_of
+from ..torch_compat import (
+    has_post_accumulate_hooks,
+    hooks_of_all,
+    metadata_guard,
+    module_hooks_of,
+    optimizer_hooks_of,
+)
 
 
 class ModelGuard:
@@ -29,8 +36,10 @@ class ModelGuard:
         self._modules = [module for _, module in self._named]
         self._children = [m._modules for m in self._modules]
         self._registered = [m._parameters for m in self._modules]
-        self._seen_children = [c for d in self._children for c in d.values()]
-        self._seen_registered = [p for d in self._registered for p in d.values()]
+        self._structure = self._children + self._registered
+        self._structure_sizes = list(map(len, self._structure))
+        self._filled = [d for d in self._structure if d]
+        self._seen = [value for d in self._filled for value in d.values()]
         self._params = [h.tensor for h in tensors.params]
         self._hooks = module_hooks_of(self._modules)
         self._plain = [m.__dict__ for m in self._modules]
@@ -41,22 +50,27 @@ class ModelGuard:
         self._sizes: list[int] = []
         self._seen_values: list[Any] = []
         self._values_signature: Hashable = ()
-        self._addresses: list[int] = []
-        self._layouts: Hashable = ()
+        self._params_unchanged: Callable[..., bool] = lambda *params: False
+        self._params_metadata: Hashable = ()
         self._last: list[Any] = []
         self._last_number = -1
         self._numbers: dict[Hashable, int] = {}
+        self._calls = 0
         self._before = [dict(d) for d in self._children + self._registered]
 
     def check(self) -> None:
-        """Raises :class:`GuardError` where a module or a parameter was replaced, added or removed."""
-        children = [c for d in self._children for c in d.values()]
-        registered = [p for d in self._registered for p in d.values()]
-        if (
-            len(children) == len(self._seen_children)
-            and len(registered) == len(self._seen_registered)
-            and all(map(is_, children, self._seen_children))
-            and all(map(is_, registered, self._seen_registered))
+        """Raises :class:`GuardError` where a module or a parameter was replaced, added or removed.
+
+        Every few calls, also where a parameter got a post-accumulate hook, which would never run.
+        """
+        self._calls += 1
+        if self._calls % _CALLS_BETWEEN_HOOK_CHECKS == 1 and any(map(has_post_accumulate_hooks, self._params)):
+            raise GuardError(
+                "a parameter got a post-accumulate-grad hook after the step was compiled. The graph never accumulates into "
+                ".grad, so the hook would not run: remove it, or use param.register_hook, which is traced."
+            )
+        if list(map(len, self._structure)) == self._structure_sizes and all(
+            map(is_, chain.from_iterable(map(dict.values, self._filled)), self._seen)
         ):
             return
         watched = list(
@@ -71,8 +85,7 @@ class ModelGuard:
         """A number that stands for everything about the model that a capture bakes in."""
         now = [
             [m.training for m in self._modules],
-            [p.requires_grad for p in self._params],
-            self._layout_signature(),
+            self._params_signature(),
             [tuple(hooks) for hooks in self._hooks] if any(self._hooks) else [],
             hooks_of_all(self._params),
             self._attribute_signature(),
@@ -83,13 +96,14 @@ class ModelGuard:
             self._last, self._last_number = now, self._numbers.setdefault(key, len(self._numbers))
         return self._last_number
 
-    def _layout_signature(self) -> Hashable:
-        """Dtypes, devices, shapes and strides, read again only where a parameter's memory is elsewhere than before."""
-        addresses = [p.data_ptr() for p in self._params]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._layouts = tuple((p.dtype, p.device, p.shape, p.stride()) for p in self._params)
-        return self._layouts
+    def _params_signature(self) -> Hashable:
+        """Dtypes, devices, shapes, strides and ``requires_grad``, read again only where one of them differs from before."""
+        if not self._params_unchanged(*self._params):
+            self._params_unchanged = metadata_guard(self._params)
+            self._params_metadata = tuple(
+                (p.dtype, p.device, p.shape, p.stride(), p.requires_grad) for p in self._params
+            )
+        return self._params_metadata
 
     def ignore(self, paths: Iterable[str]) -> None:
         """Leaves attributes that forward itself changes out of the signature."""
@@ -98,12 +112,12 @@ class ModelGuard:
 
     def _attribute_signature(self) -> Hashable:
         """Buffers and plain attributes of modules, such as ``Dropout.p``: numbers and strings by value, tensors by metadata."""
-        sizes = [len(d) for d in self._plain] + [len(d) for d in self._buffers] + [len(c) for c in self._containers]
+        sizes = list(map(len, [*self._plain, *self._buffers, *self._containers]))
         if sizes != self._sizes:
             self._watched = list(self._attributes_to_watch())
             values = [d.get(name) for d, name, _ in self._watched]
             self._containers = [v for v in values if isinstance(v, (list, dict))]
-            self._sizes = sizes[: 2 * len(self._plain)] + [len(c) for c in self._containers]
+            self._sizes = list(map(len, [*self._plain, *self._buffers, *self._containers]))
             self._seen_values = []
         now = [d.get(name) for d, name, _ in self._watched]
         if len(now) != len(self._seen_values) or not all(map(is_, now, self._seen_values)):
@@ -138,15 +152,20 @@ class ModelGuard:
                 yield module._buffers, name, f"{path}.{name}"
             for name, value in module.__dict__.items():
                 full = f"{path}.{name}" if path else name
-                is_internal = name in MODULE_INTERNALS or full in self._ignored
+                is_internal = name in MODULE_INTERNALS or name in _UNREAD.get(type(module), ()) or full in self._ignored
                 if not is_internal and isinstance(
                     value, (bool, int, float, str, Tensor, type(None), list, tuple, dict)
                 ):
                     yield module.__dict__, name, full
 
 
+_CALLS_BETWEEN_HOOK_CHECKS = 16
 _PLAIN = (bool, int, float, str)
-_ATTRIBUTES = 5  # position in a signature
+_UNREAD: dict[type[nn.Module], tuple[str, ...]] = {  # attributes that forward of these very classes does not read
+    nn.Linear: ("in_features", "out_features"),
+    nn.Embedding: ("num_embeddings", "embedding_dim"),
+}
+_ATTRIBUTES = 4  # position in a signature
 
 
 def _attribute_value(value: Any) -> Hashable:
@@ -226,6 +245,9 @@ class OptimizerGuard:
 
     Args:
         params: the parameters that the update trains, by key.
+
+    Attributes:
+        state_version: counts up whenever another tensor is found in the optimizer's state.
     """
 
     def __init__(self, update: CapturedUpdate, optimizer: torch.optim.Optimizer, params: dict[str, Tensor]) -> None:
@@ -233,8 +255,8 @@ class OptimizerGuard:
         self._optimizer = optimizer
         self._params = params
         self._state_signature = state_signature(optimizer, params)
-        self._entries: list[dict[str, Any]] = []
-        self._sizes: list[int] = []
+        self.state_version = 0
+        self._entries: list[Any] = []
         self._options: list[tuple[str, Any]] = []
         self._hypers: dict[str, float] = {}
         self._watch_state()
@@ -244,16 +266,12 @@ class OptimizerGuard:
         return self._state_matches() and self._groups_match()
 
     def _watch_state(self) -> None:
-        self._entries = list(self._optimizer.state.values())
-        self._sizes = [len(e) for e in self._entries]
+        self._entries = _entries_of(self._optimizer)
+        self.state_version += 1
 
     def _state_matches(self) -> bool:
-        entries = self._optimizer.state.values()
-        if (
-            len(entries) == len(self._entries)
-            and all(map(is_, entries, self._entries))
-            and [len(e) for e in entries] == self._sizes
-        ):
+        now = _entries_of(self._optimizer)
+        if len(now) == len(self._entries) and all(map(is_, now, self._entries)):
             return True
         if state_signature(self._optimizer, self._params) != self._state_signature:
             return False
@@ -272,6 +290,10 @@ class OptimizerGuard:
             return False
         self._options, self._hypers = options, hypers
         return True
+
+
+def _entries_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
 
 def _is_same_item(now: tuple[str, Any], before: tuple[str, Any]) -> bool:

@@ -95,7 +95,7 @@ class Subject:
     def inputs(self) -> list[Any]:
         """The graph's inputs, with a copy of the batch."""
         leaves = flatten_batch(self.batch.copied()).leaves
-        return self.variant.binding.inputs([leaves[i] for i in self.compiled.batch_positions])
+        return self.variant.inputs([leaves[i] for i in self.compiled.batch_positions])
 
     def trained(self) -> list[Tensor]:
         """The model's parameters that the optimizer holds and that require grad, in the model's order."""
