@@ -40,9 +40,9 @@ class Clean(Pass):
 
 def _bypass_noops(graph: StepGraph) -> None:
     for node in graph.calls:
-        if graph.output_node in node.users:
-            continue  # a result must not be the parameter itself
         base = node.args[0] if node.args else None
+        if graph.output_node in node.users and isinstance(base, fx.Node) and base.op == "placeholder":
+            continue  # a result must not be the parameter itself
         if isinstance(base, fx.Node) and effects_of(node).pure and _is_same_view(node.meta["val"], base.meta["val"]):
             node.replace_all_uses_with(base)
             graph.graph.erase_node(node)

@@ -127,7 +127,7 @@ def _whole_step(model: nn.Module, batch: Any, call: LossCall) -> tuple[StepGraph
     update = capture_update(optimizer, {held.key: held.tensor for held in tensors.params}, step)
     graph = step.graph.copy()
     run_passes(graph, training_passes(max_norm=0.01, nonfinite="skip", update=update.graph))
-    return graph, Binding(graph, tensors, optimizer).inputs([v for v in flat.leaves if isinstance(v, Tensor)])
+    return graph, Binding(graph, tensors, optimizer).inputs([v for v in flat.leaves if isinstance(v, Tensor)], 0)
 
 
 def _of_zoo(name: str) -> tuple[nn.Module, Any, LossCall]:
@@ -182,24 +182,26 @@ def test_models_with_dropout_draw_and_others_do_not() -> None:
         assert bool(observed_step(name).seen_random) == has_dropout, name
 
 
-class ScaledByAnAttribute(nn.Module):
-    """BatchNorm, and after it a Python number that a graph bakes in."""
+class ScaledFromOutside(nn.Module):
+    """BatchNorm, and after it a Python number that a graph bakes in and no guard sees."""
+
+    scale = [1.0]  # of the class, not of the module
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear, self.scale = nn.BatchNorm1d(4), nn.Linear(4, 1), 1.0
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(self.norm(x)) * self.scale).square().mean()
+        return (self.linear(self.norm(x)) * self.scale[0]).square().mean()
 
 
-def test_writes_that_the_schema_denies_are_not_taken_for_a_difference() -> None:
+def test_writes_that_the_schema_denies_are_not_taken_for_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for the first difference hashes what an operator writes, in eager and in the graph alike."""
-    model = ScaledByAnAttribute()
+    model = ScaledFromOutside()
     step = sg.compile_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.arange(24.0).reshape(6, 4).sin()
     step.prepare(x)
-    model.scale = 2.0
+    monkeypatch.setattr(ScaledFromOutside, "scale", [2.0])
     report = step.verify(x)
     assert not report.equal
     assert report.first == "(root)/mul#0@forward f32[6,1]"

@@ -132,7 +132,7 @@ def test_numpy_numbers_are_refused_and_floats_of_numpy_taken() -> None:
     optimizer.param_groups[0]["lr"] = np.float64(0.05)
     assert step.verify(torch.ones(4, 3)).equal
     optimizer.param_groups[0]["lr"] = np.float32(0.05)
-    with pytest.raises(sg.CaptureError, match=r"numpy.float32.*\n.*\n*.*float\(\)"):
+    with pytest.raises(sg.CaptureError, match="is a numpy.float32"):
         step(torch.ones(4, 3))
     assert step.captures == 1
 
