@@ -39,7 +39,7 @@ from .runtime import (
     describe_nonfinite,
     verify_step,
 )
-from .torch_compat import mark_stepped, pytree
+from .torch_compat import mark_stepped
 
 logger = logging.getLogger("stepgraph")
 
@@ -366,7 +366,7 @@ class TrainStep:
             )
         return StepResult(
             loss=variant.first(OutputRole.LOSS, outputs),
-            aux=self._aux(compiled, variant, outputs),
+            aux=compiled.aux_of(variant, outputs),
             grad_norm=norm,
             clip_factor=variant.first(OutputRole.CLIP_FACTOR, outputs),
             skipped=reason is not None,
@@ -374,14 +374,6 @@ class TrainStep:
             applied=reason is None,
             step=self._calls,
         )
-
-    def _aux(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> Any:
-        if compiled.step.aux_spec is None:
-            return None
-        leaves = [outputs[i] for i in variant.outputs[OutputRole.AUX]]
-        for position, value in sorted(compiled.step.aux_constants.items()):
-            leaves.insert(position, value)
-        return pytree.tree_unflatten(leaves, compiled.step.aux_spec)
 
     def _report_verification(self, report: VerifyReport) -> None:
         self.last_verification = report

@@ -1,6 +1,7 @@
 """Floor 1: the step graph, what its operators do, what it must obey, and how it prints."""
 
 from . import ops as ops
+from .effects import UNINITIALISED as UNINITIALISED
 from .effects import Effects as Effects
 from .effects import argument as argument
 from .effects import effects_of as effects_of

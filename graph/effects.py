@@ -71,6 +71,8 @@ _DRAWS_IF_POSITIVE: dict[str, str] = {
     "aten::miopen_rnn": "dropout",
     "aten::native_dropout": "p",
 }
+# Operators whose result is memory that nobody has written yet: two calls are not equal, and there is nothing to compare.
+UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 # Operators that check and raise, or that must not be repeated: they stay although they compute nothing.
 _CHECKS = (
     "aten::_assert_async",

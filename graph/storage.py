@@ -29,8 +29,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def storage_bytes(node: fx.Node) -> int:
     """Bytes of the storages behind the node's value; 0 where a size is symbolic."""
     total = 0
-    for key, tensor in {storage_key(t): t for t in tensors_in(node.meta.get("val"))}.items():
-        del key
+    for tensor in {storage_key(t): t for t in tensors_in(node.meta.get("val"))}.values():
         size = tensor.untyped_storage().nbytes()
         total += size if isinstance(size, int) else 0
     return total

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..graph import Phase, StepGraph, StorageMap, effects_of, family_of, storages_of
+from ..graph import UNINITIALISED, Phase, StepGraph, StorageMap, effects_of, family_of, storages_of
 from ..torch_compat import storage_key
 from .base import Pass, PassResult
 
@@ -70,7 +70,7 @@ def _merge_equal(graph: StepGraph) -> None:
     seen: dict[Hashable, fx.Node] = {}
     moved: set[int] = set()
     for node in graph.calls:
-        if not effects_of(node).pure or storages.touches_written(node) or family_of(node.target) in _UNINITIALISED:
+        if not effects_of(node).pure or storages.touches_written(node) or family_of(node.target) in UNINITIALISED:
             continue
         if any(key in returned for key in storages_of(node)):
             continue
@@ -91,9 +91,6 @@ def _rederive(graph: StepGraph, node: fx.Node) -> None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with graph.fake_mode, torch.no_grad():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 
 
 def _freeze(value: Any) -> Hashable:

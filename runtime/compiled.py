@@ -11,6 +11,7 @@ from torch import Tensor
 from ..capture import CapturedStep, CapturedUpdate, FlatBatch, ModuleTensors, capture_update
 from ..graph import OutputRole, StepGraph
 from ..passes import PassRecord, run_passes, training_passes
+from ..torch_compat import pytree
 from .binding import Binding
 from .executor import EagerExecutor
 from .guards import OptimizerGuard
@@ -81,6 +82,13 @@ class CompiledBatch:
                 return variant
         self.variants.insert(0, self._build())
         return self.variants[0]
+
+    def aux_of(self, variant: Variant, outputs: list[Any]) -> Any:
+        """What ``loss_fn`` returned beside the loss, put together from the outputs and the constants of the capture."""
+        leaves = [outputs[i] for i in variant.outputs[OutputRole.AUX]]
+        for position, value in sorted(self.step.aux_constants.items()):
+            leaves.insert(position, value)
+        return pytree.tree_unflatten(leaves, self.step.aux_spec)
 
     def _build(self) -> Variant:
         update = capture_update(self._optimizer, self._params, self.step)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..capture import FlatBatch, LossCall, flatten_batch, regions_run_once
-from ..graph import InputRole, Phase, StepGraph, effects_of, family_of, tensors_in, writes_of
+from ..graph import UNINITIALISED, InputRole, Phase, StepGraph, effects_of, family_of, tensors_in, writes_of
 from ..torch_compat import TorchDispatchMode, grad_mode_below_autograd, storage_key
 from .rollback import rolled_back
 
@@ -57,12 +57,9 @@ def _written(target: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     return [given[a.name] for a in schema_arguments if a.name in names and given.get(a.name) is not None]
 
 
-_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
-
-
 def digest(family: str, out: Any, written: list[Any]) -> int | None:
     """Hash of the bytes of every tensor in ``out`` and ``written``; None for memory that nobody has written yet."""
-    if family in _UNINITIALISED:
+    if family in UNINITIALISED:
         return None
     tensors = tensors_in(out) + tensors_in(written)
     return hash(tuple((tuple(t.shape), t.dtype, _bytes(t)) for t in tensors)) if tensors else hash(repr(out))

@@ -1,4 +1,4 @@
-"""Runs eager beside the graph, on copies, and says whether every bit agrees; if not, where they part."""
+"""Runs eager beside the graph, undoes both, and says whether every bit agrees; if not, where they part."""
 
 from __future__ import annotations
 
@@ -101,9 +101,7 @@ def _skip_reason(compiled: CompiledBatch, variant: Variant, outputs: list[Any]) 
 def _results(subject: Subject, outputs: list[Any]) -> tuple[Tensor, Any, Tensor]:
     variant = subject.variant
     variant.binding.store(outputs)
-    aux = [outputs[i] for i in variant.outputs[OutputRole.AUX]]
-    for position, value in sorted(subject.compiled.step.aux_constants.items()):
-        aux.insert(position, value)
+    aux = subject.compiled.aux_of(variant, outputs)
     return variant.first(OutputRole.LOSS, outputs), aux, variant.first(OutputRole.NORM, outputs)
 
 
