@@ -20,11 +20,6 @@ def require_supported(device: torch.device, where: str) -> None:
         )
 
 
-def reading_is_free(device: torch.device) -> bool:
-    """Whether reading a scalar from ``device`` costs no synchronisation with it."""
-    return device.type == "cpu"
-
-
 def norm_uses_foreach(device: torch.device) -> bool:
     """Whether eager's total norm and clipping run as foreach kernels on ``device``."""
     return foreach_norm_by_default(device)

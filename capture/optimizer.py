@@ -68,13 +68,11 @@ class CapturedUpdate:
         graph: inputs are parameters, gradients, state and hyperparameters; outputs are the state entries that it creates.
         guards: conditions on hyperparameters.
         constants: everything in the parameter groups that is not a hyperparameter (flags such as ``maximize``).
-        hypers: the hyperparameters that the graph reads.
     """
 
     graph: StepGraph
     guards: tuple[HyperGuard, ...]
     constants: tuple[Hashable, ...]
-    hypers: tuple[str, ...]
 
 
 def hypers_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any], str, int | None, Any]]:
@@ -331,7 +329,6 @@ class _UpdateTrace:
             step_graph,
             tuple(self._guards()),
             group_constants(self.optimizer),
-            tuple(s.key for s in step_graph.inputs if s.role is InputRole.HYPER),
         )
 
     def _guards(self) -> Iterator[HyperGuard]:

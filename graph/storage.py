@@ -36,14 +36,11 @@ def storage_bytes(node: fx.Node) -> int:
 
 
 class StorageMap:
-    """Writers and members of every storage of a graph, in execution order."""
+    """Writers of every storage of a graph, in execution order."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.members: dict[int, list[fx.Node]] = defaultdict(list)
         self.writers: dict[int, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            for key in storages_of(node):
-                self.members[key].append(node)
             for operand in written_nodes(node):
                 for key in storages_of(operand):
                     self.writers[key].append(node)
