@@ -112,6 +112,10 @@ def compile_train_step(
     _check_choice("numerics", numerics, ("exact", "fast"))
     _check_choice("lowering", lowering, ("auto", "eager", "inductor"))
     _check_choice("verify", verify, ("off", "first"))
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate must be a whole number of microbatches, 1 or more, got {accumulate!r}")
+    if isinstance(norm_type, bool) or not isinstance(norm_type, (int, float)) or not norm_type > 0:
+        raise ConfigError(f"norm_type must be a number above 0, or infinity, got {norm_type!r}")
     _refuse_unimplemented(
         plan=(plan, plan in ("auto", "none")),
         precision=(precision, precision == "fp32"),

@@ -66,7 +66,6 @@ __all__ = [
     "fused_optimizers_replaced",
     "grad_mode_below_autograd",
     "has_post_accumulate_hooks",
-    "hooks_of_all",
     "hyper_scalar",
     "make_fx",
     "mark_stepped",
@@ -74,6 +73,7 @@ __all__ = [
     "module_hooks_of",
     "node_creation_observed",
     "optimizer_hooks_of",
+    "parameter_hooks_of",
     "pytree",
     "sequence_number_of",
     "storage_key",
@@ -243,13 +243,12 @@ def has_post_accumulate_hooks(param: Tensor) -> bool:
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def hooks_of_all(params: list[Tensor]) -> list[tuple[int, ...]]:
-    """Handles of the hooks on each of ``params``; empty where none has any. ``_backward_hooks`` seen in 2.13.
+def parameter_hooks_of(params: list[Tensor]) -> list[dict[int, Any]]:
+    """The dicts that hold the hooks on each of ``params``, live; an empty one where none was ever registered.
 
-    Handles count up and are never used again, unlike the identities of functions.
+    ``_backward_hooks`` seen in 2.13.
     """
-    hooks = [p._backward_hooks for p in params]
-    return [] if hooks.count(None) == len(hooks) else [tuple(h or {}) for h in hooks]
+    return [p._backward_hooks or {} for p in params]
 
 
 def metadata_guard(tensors: list[Tensor]) -> Callable[..., bool]:

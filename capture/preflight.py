@@ -23,7 +23,17 @@ _WRAPPERS = {
 
 
 def check_model(model: nn.Module, tensors: ModuleTensors) -> torch.device:
-    """Refuses models that cannot be compiled; returns the device of the parameters."""
+    """Refuses models and process groups that cannot be compiled for; returns the device of the parameters."""
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise NotYetError(
+            f"a process group of {torch.distributed.get_world_size()} ranks is initialized, and this version trains on one: "
+            "each rank would train alone, and nothing would be reduced. Run one "
+            "process."
+        )
     if remedy := _WRAPPERS.get(type(model).__name__):
         raise ConfigError(f"the model is wrapped in {type(model).__name__}: {remedy}.")
     devices: dict[torch.device, str] = {}

@@ -5,9 +5,10 @@ Checks are comparisons of flat lists with those of the last call, since every mi
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -15,13 +16,9 @@ from torch import Tensor, nn
 
 from ..capture import MODULE_INTERNALS, CapturedUpdate, ModuleTensors, group_constants, hypers_of, state_signature
 from ..errors import GuardError
-from ..torch_compat import (
-    has_post_accumulate_hooks,
-    hooks_of_all,
-    metadata_guard,
-    module_hooks_of,
-    optimizer_hooks_of,
-)
+from ..torch_compat import metadata_guard, optimizer_hooks_of
+from .hooks import HookWatch
+from .identity import same_objects
 
 
 class ModelGuard:
@@ -39,9 +36,9 @@ class ModelGuard:
         self._structure = self._children + self._registered
         self._structure_sizes = list(map(len, self._structure))
         self._filled = [d for d in self._structure if d]
-        self._seen = [value for d in self._filled for value in d.values()]
+        self._seen = _values_of(self._filled)
         self._params = [h.tensor for h in tensors.params]
-        self._hooks = module_hooks_of(self._modules)
+        self._hooks = HookWatch(self._modules, self._params)
         self._plain = [m.__dict__ for m in self._modules]
         self._buffers = [m._buffers for m in self._modules]
         self._ignored: set[str] = set()
@@ -55,23 +52,12 @@ class ModelGuard:
         self._last: list[Any] = []
         self._last_number = -1
         self._numbers: dict[Hashable, int] = {}
-        self._calls = 0
         self._before = [dict(d) for d in self._children + self._registered]
 
     def check(self) -> None:
-        """Raises :class:`GuardError` where a module or a parameter was replaced, added or removed.
-
-        Every few calls, also where a parameter got a post-accumulate hook, which would never run.
-        """
-        self._calls += 1
-        if self._calls % _CALLS_BETWEEN_HOOK_CHECKS == 1 and any(map(has_post_accumulate_hooks, self._params)):
-            raise GuardError(
-                "a parameter got a post-accumulate-grad hook after the step was compiled. The graph never accumulates into "
-                ".grad, so the hook would not run: remove it, or use param.register_hook, which is traced."
-            )
-        if list(map(len, self._structure)) == self._structure_sizes and all(
-            map(is_, chain.from_iterable(map(dict.values, self._filled)), self._seen)
-        ):
+        """Raises :class:`GuardError` where a module or a parameter was replaced, added or removed."""
+        sizes = list(map(len, self._structure))
+        if sizes == self._structure_sizes and same_objects(_values_of(self._filled), self._seen):
             return
         watched = list(
             zip([p for p, _ in self._named] * 2, self._children + self._registered, self._before, strict=True)
@@ -86,8 +72,7 @@ class ModelGuard:
         now = [
             [m.training for m in self._modules],
             self._params_signature(),
-            [tuple(hooks) for hooks in self._hooks] if any(self._hooks) else [],
-            hooks_of_all(self._params),
+            self._hooks.signature(),
             self._attribute_signature(),
             _ambient_state(),
         ]
@@ -111,7 +96,8 @@ class ModelGuard:
         self._sizes = []
 
     def _attribute_signature(self) -> Hashable:
-        """Buffers and plain attributes of modules, such as ``Dropout.p``: numbers and strings by value, tensors by metadata."""
+        """Buffers and plain attributes of modules, such as ``Dropout.p``: numbers and strings by value, tensors by
+        metadata, functions by identity."""
         sizes = list(map(len, [*self._plain, *self._buffers, *self._containers]))
         if sizes != self._sizes:
             self._watched = list(self._attributes_to_watch())
@@ -120,7 +106,7 @@ class ModelGuard:
             self._sizes = list(map(len, [*self._plain, *self._buffers, *self._containers]))
             self._seen_values = []
         now = [d.get(name) for d, name, _ in self._watched]
-        if len(now) != len(self._seen_values) or not all(map(is_, now, self._seen_values)):
+        if not same_objects(now, self._seen_values):
             self._seen_values = now
             first: dict[int, int] = {}
             tied = tuple(first.setdefault(id(v), i) for i, v in enumerate(now) if isinstance(v, Tensor))
@@ -153,19 +139,18 @@ class ModelGuard:
             for name, value in module.__dict__.items():
                 full = f"{path}.{name}" if path else name
                 is_internal = name in MODULE_INTERNALS or name in _UNREAD.get(type(module), ()) or full in self._ignored
-                if not is_internal and isinstance(
-                    value, (bool, int, float, str, Tensor, type(None), list, tuple, dict)
-                ):
+                if not is_internal and isinstance(value, _WATCHED):
                     yield module.__dict__, name, full
 
 
-_CALLS_BETWEEN_HOOK_CHECKS = 16
 _PLAIN = (bool, int, float, str)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)  # a forward that was patched, an activation
+_WATCHED = (*_PLAIN, *_FUNCTIONS, Tensor, type(None), list, tuple, dict)
 _UNREAD: dict[type[nn.Module], tuple[str, ...]] = {  # attributes that forward of these very classes does not read
     nn.Linear: ("in_features", "out_features"),
     nn.Embedding: ("num_embeddings", "embedding_dim"),
 }
-_ATTRIBUTES = 4  # position in a signature
+_ATTRIBUTES = 3  # position in a signature
 
 
 def _attribute_value(value: Any) -> Hashable:
@@ -173,6 +158,8 @@ def _attribute_value(value: Any) -> Hashable:
         return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
     if isinstance(value, float):
         return repr(value)
+    if isinstance(value, _FUNCTIONS):
+        return value
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
         return (type(value), tuple(_attribute_value(v) for v in items if isinstance(v, Tensor)))
@@ -227,17 +214,11 @@ class MembershipGuard:
         """A number that stands for the membership; equal where every group holds the same parameters."""
         groups = [group["params"] for group in self._optimizer.param_groups]
         hooks = optimizer_hooks_of(self._optimizer)
-        if hooks != self._hooks or not self._is_unchanged(groups):
+        if hooks != self._hooks or not same_objects(groups, self._members):
             self._members, self._hooks = [list(params) for params in groups], hooks
             key = (tuple(hooks), tuple(tuple(id(p) for p in params) for params in groups))
             self._number = self._numbers.setdefault(key, len(self._numbers))
         return self._number
-
-    def _is_unchanged(self, groups: list[list[Tensor]]) -> bool:
-        return len(groups) == len(self._members) and all(
-            len(now) == len(before) and all(map(is_, now, before))
-            for now, before in zip(groups, self._members, strict=True)
-        )
 
 
 class OptimizerGuard:
@@ -257,7 +238,7 @@ class OptimizerGuard:
         self._state_signature = state_signature(optimizer, params)
         self.state_version = 0
         self._entries: list[Any] = []
-        self._options: list[tuple[str, Any]] = []
+        self._options: list[tuple[int, str, Any]] = []
         self._hypers: dict[str, float] = {}
         self._watch_state()
 
@@ -266,12 +247,11 @@ class OptimizerGuard:
         return self._state_matches() and self._groups_match()
 
     def _watch_state(self) -> None:
-        self._entries = _entries_of(self._optimizer)
+        self._entries = _values_of(self._optimizer.state.values())
         self.state_version += 1
 
     def _state_matches(self) -> bool:
-        now = _entries_of(self._optimizer)
-        if len(now) == len(self._entries) and all(map(is_, now, self._entries)):
+        if same_objects(_values_of(self._optimizer.state.values()), self._entries):
             return True
         if state_signature(self._optimizer, self._params) != self._state_signature:
             return False
@@ -279,22 +259,42 @@ class OptimizerGuard:
         return True
 
     def _groups_match(self) -> bool:
-        options = [(k, v) for group in self._optimizer.param_groups for k, v in group.items() if k != "params"]
-        if len(options) == len(self._options) and all(map(_is_same_item, options, self._options)):
+        options = [
+            (index, name, value)
+            for index, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        ]
+        if same_objects(options, self._options):
             return True
-        if group_constants(self._optimizer) != self._update.constants:
-            return False
-        hypers = {key: float(v) for key, _, _, _, v in hypers_of(self._optimizer) if not isinstance(v, Tensor)}
+        hypers = self._changed_floats(options)
+        if hypers is None:
+            if group_constants(self._optimizer) != self._update.constants:
+                return False
+            hypers = {key: float(v) for key, _, _, _, v in hypers_of(self._optimizer) if not isinstance(v, Tensor)}
         changed = {key for key, value in hypers.items() if self._hypers.get(key) != value}
-        if not all(guard.holds(hypers) for guard in self._update.guards if not changed.isdisjoint(guard.keys.values())):
+        now = self._hypers | hypers
+        if not all(guard.holds(now) for guard in self._update.guards if not changed.isdisjoint(guard.keys.values())):
             return False
-        self._options, self._hypers = options, hypers
+        self._options, self._hypers = options, now
         return True
 
+    def _changed_floats(self, options: list[tuple[int, str, Any]]) -> dict[str, float] | None:
+        """What a schedule changed since the last call; None where something else than single floats differs."""
+        changed = {}
+        if len(options) != len(self._options):
+            return None
+        for option, before in zip(options, self._options, strict=True):
+            if option[:2] != before[:2]:
+                return None
+            index, name, value = option
+            if value is before[2]:
+                continue
+            if not type(value) is type(before[2]) is float:
+                return None
+            changed[f"group.{index}.{name}"] = value
+        return changed
 
-def _entries_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
-
-def _is_same_item(now: tuple[str, Any], before: tuple[str, Any]) -> bool:
-    return now[1] is before[1] and now[0] == before[0]
+def _values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))

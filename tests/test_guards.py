@@ -507,6 +507,13 @@ def test_optimizer_state_written_by_hand() -> None:
     pair.both(change)
     pair.run(batch, steps=2)
 
+    def replace_by_an_equal_one(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for entries in optimizer.state.values():
+            entries["step"] = entries["step"].clone()
+
+    pair.both(replace_by_an_equal_one)
+    pair.run(batch, steps=2)
+
     def forget(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         del optimizer.state[model[0].weight]
 
@@ -851,6 +858,34 @@ def test_hooks_added_later_act_as_in_eager_or_are_refused(addition: str) -> None
     pair.both(ADDITIONS[addition])
     refusal = refusal_of(lambda: pair.run(batch))
     assert refusal is None or "hook" in refusal
+
+
+def test_a_post_accumulate_hook_is_noticed_at_once_and_for_as_long_as_it_is_there() -> None:
+    fixture = fixtures.mlp()
+    optimizer = torch.optim.SGD(fixture.model.parameters(), lr=0.1)
+    step = sg.compile_train_step(fixture.model, optimizer, loss_fn=fixture.loss_fn)
+    step(fixture.batch)
+    handle = fixture.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    for _ in range(2):
+        with pytest.raises(sg.GuardError, match="post-accumulate-grad hook"):
+            step(fixture.batch)
+    handle.remove()
+    assert step(fixture.batch).applied
+
+
+def test_hooks_that_come_and_go() -> None:
+    pair = mlp_pair(sgd())
+    batch = fixtures.mlp().batch
+    pair.run(batch)
+    handles: list[Any] = []
+    pair.both(lambda m, _: handles.append(m[0].weight.register_hook(lambda g: g * 2)))
+    pair.run(batch)
+    pair.both(lambda m, _: handles.append(m[2].register_forward_hook(lambda mod, a, out: out * 3)))
+    pair.run(batch)
+    for handle in handles:
+        handle.remove()
+    pair.run(batch)
+    assert pair.step.captures == 3
 
 
 def test_functional_loss_that_reads_a_global_setting() -> None:

@@ -349,6 +349,10 @@ def test_wrong_arguments_are_told_apart_from_those_to_come() -> None:
     assert not isinstance(caught.value, sg.NotYetError)
     with pytest.raises(sg.ConfigError, match=r"criterion is the class MSELoss; pass an instance, MSELoss\(\)"):
         sg.compile_train_step(model, optimizer, criterion=nn.MSELoss)
+    for wrong in ({"accumulate": 0}, {"accumulate": 1.5}, {"norm_type": "2"}, {"norm_type": 0.0}):
+        with pytest.raises(sg.ConfigError, match=f"{next(iter(wrong))} must be") as caught:
+            sg.compile_train_step(model, optimizer, **wrong)  # type: ignore[arg-type]
+        assert not isinstance(caught.value, sg.NotYetError)
     step = sg.compile_train_step(model, optimizer, criterion=nn.MSELoss())
     with pytest.raises(sg.ConfigError, match=r"pass step\(\(x, y\)\)"):
         step(X, X)  # type: ignore[arg-type]
@@ -456,3 +460,27 @@ def test_gradients_that_share_memory_are_clipped_once() -> None:
     assert report.equal
     assert "share memory" in str(report)
     assert "a, b share memory" in step.report()
+
+
+def test_a_process_group_of_several_ranks_is_refused_rather_than_ignored() -> None:
+    """A rank of a group that nobody has joined yet: world size 2, no communication."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=2)
+    try:
+        with pytest.raises(sg.NotYetError, match="process group of 2 ranks"):
+            compiled(nn.Linear(4, 4))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert compiled(nn.Linear(4, 4))(X).applied
+
+
+def test_a_forward_that_is_patched_later_is_followed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    step = compiled(model)
+    step(X)
+    original = model[1].forward
+    model[1].forward = lambda x: original(x) * 2  # type: ignore[method-assign]
+    assert step.verify(X).equal
+    del model[1].forward
+    assert step.verify(X).equal
+    assert step.captures == 2
