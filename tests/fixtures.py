@@ -34,6 +34,16 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def rows(seed: int, *shape: int) -> Tensor:
+    """Normal random numbers from a generator of their own."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(*shape: int, steps: int = 5) -> list[Tensor]:
+    """Random numbers for each of some steps, every time the same."""
+    return [rows(seed, *shape) for seed in range(steps)]
+
+
 class Checkpointed(nn.Module):
     """Runs a module under `torch.utils.checkpoint`."""
 

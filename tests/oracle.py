@@ -299,6 +299,9 @@ def _builder(kind: type[Optimizer], **options: Any) -> Callable[[Iterable[Any]],
     return build
 
 
+IMPLEMENTATIONS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+"""The options that choose among torch's implementations of one optimizer: a loop, foreach operators, one fused operator."""
+
 _LOOP: dict[str, Any] = {"foreach": False, "fused": False}
 _FOREACH: dict[str, Any] = {"foreach": True}
 _FUSED: dict[str, Any] = {"fused": True}

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 import stepgraph as sg
 
 from . import fixtures, oracle
+from .fixtures import rows
 
 
 @contextmanager
@@ -70,10 +71,6 @@ def compare_fixture(make: Callable[..., fixtures.Fixture], *, eager_recomputes: 
 
 def operators(step: sg.TrainStep, name: str) -> int:
     return sum(count for operator, count in step.graph.op_counts().items() if f".{name}." in operator)
-
-
-def rows(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # B30: dropout in a region

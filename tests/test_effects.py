@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import stepgraph as sg
-from stepgraph.capture import LossCall, capture_forward_backward, capture_update, flatten_batch, tensors_of
+from stepgraph.capture import flatten_batch, tensors_of
 from stepgraph.graph import (
     Effects,
     StepGraph,
@@ -32,10 +32,10 @@ from stepgraph.graph import (
 )
 from stepgraph.graph.effects import is_scalar_function
 from stepgraph.graph.ops import FUSED_TWINS
-from stepgraph.passes import run_passes, training_passes
 from stepgraph.runtime import Binding
 
 from . import fixtures, oracle, zoo
+from .graphs import subject
 
 aten = torch.ops.aten
 
@@ -118,31 +118,23 @@ def observe(graph: StepGraph, inputs: list[Any]) -> Observed:
     return observed
 
 
-def _whole_step(model: nn.Module, batch: Any, call: LossCall) -> tuple[StepGraph, list[Any]]:
+def _whole_step(model: nn.Module, batch: Any, loss_fn: fixtures.LossFn | None) -> tuple[StepGraph, list[Any]]:
     """The graph of a second step, whose optimizer state exists already, and inputs for it."""
     optimizer = oracle.OPTIMIZERS["adamw_fused"](model.parameters())
-    sg.compile_train_step(model, optimizer, loss_fn=call.loss_fn)(batch)
-    tensors, flat = tensors_of(model), flatten_batch(batch)
-    step = capture_forward_backward(model, tensors, {id(p) for p in model.parameters()}, call, flat)
-    update = capture_update(optimizer, {held.key: held.tensor for held in tensors.params}, step)
-    graph = step.graph.copy()
-    run_passes(graph, training_passes(max_norm=0.01, nonfinite="skip", update=update.graph))
-    return graph, Binding(graph, tensors, optimizer).inputs([v for v in flat.leaves if isinstance(v, Tensor)], 0)
+    sg.compile_train_step(model, optimizer, loss_fn=loss_fn)(batch)
+    graph = subject((model, batch, loss_fn), optimizer).rewritten(max_norm=0.01)
+    leaves = [v for v in flatten_batch(batch).leaves if isinstance(v, Tensor)]
+    return graph, Binding(graph, tensors_of(model), optimizer).inputs(leaves, 0)
 
 
-def _of_zoo(name: str) -> tuple[nn.Module, Any, LossCall]:
+def _of_zoo(name: str) -> tuple[nn.Module, Any, None]:
     with fixtures.seeded(0):
-        return zoo.ZOO[name].build(), zoo.ZOO[name].batch(), LossCall()
+        return zoo.ZOO[name].build(), zoo.ZOO[name].batch(), None
 
 
-def _of_fixture(name: str) -> tuple[nn.Module, Any, LossCall]:
-    model, batch, loss_fn = fixtures.FIXTURES[name]()
-    return model, batch, LossCall(loss_fn)
-
-
-STEPS: dict[str, Callable[[], tuple[nn.Module, Any, LossCall]]] = {
+STEPS: dict[str, Callable[[], tuple[nn.Module, Any, fixtures.LossFn | None]]] = {
     **{name: functools.partial(_of_zoo, name) for name in ("gpt2", "resnet", "bert", "mixtral", "mamba")},
-    **{name: functools.partial(_of_fixture, name) for name in ("BN", "DROP")},
+    **{name: fixtures.FIXTURES[name] for name in ("BN", "DROP")},
 }
 
 

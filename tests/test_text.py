@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.capture import LossCall, capture_forward_backward, capture_update, flatten_batch, tensors_of
 from stepgraph.graph import OutputRole, StepGraph, storages_of
 from stepgraph.graph.step_graph import family_of
 from stepgraph.graph.storage import storage_bytes
 from stepgraph.graph.text import format_node, format_operand, target_name
-from stepgraph.passes import run_passes, training_passes
 
-from . import fixtures, oracle
+from . import fixtures
+from .graphs import subject
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSION_LINE = re.compile(r"^# torch (\S+)$")
@@ -32,15 +31,8 @@ VERSION_LINE = re.compile(r"^# torch (\S+)$")
 
 def graphs(make: Callable[[], fixtures.Fixture], optimizer: str, max_norm: float | None) -> dict[str, StepGraph]:
     """One step as captured, and as the passes leave it."""
-    model, batch, loss_fn = make()
-    bound = oracle.OPTIMIZERS[optimizer](model.parameters())
-    tensors = tensors_of(model)
-    call, flat = LossCall(loss_fn), flatten_batch(batch)
-    step = capture_forward_backward(model, tensors, {id(p) for p in model.parameters()}, call, flat)
-    rewritten = step.graph.copy()
-    update = capture_update(bound, {held.key: held.tensor for held in tensors.params}, step).graph
-    run_passes(rewritten, training_passes(max_norm=max_norm, nonfinite="skip", update=update))
-    return {"captured": step.graph, "rewritten": rewritten}
+    of = subject(make(), optimizer)
+    return {"captured": of.step.graph, "rewritten": of.rewritten(max_norm)}
 
 
 STEPS: dict[str, Callable[[], dict[str, StepGraph]]] = {

@@ -39,7 +39,7 @@ class UsedTwice(nn.Module):
 
 
 def test_autocast_casts_each_weight_once() -> None:
-    batches = [torch.randn(5, 16, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    batches = fixtures.inputs(5, 16)
     step, _ = both(UsedTwice, fixtures.mean_square, batches)
     casts = [n for n in step.graph.calls if n.meta["key"].family == "_to_copy" and n.meta["phase"] == "forward"]
     weights = [n for n in casts if n.args[0].op == "placeholder" and n.args[0].meta["val"].shape == (16, 16)]

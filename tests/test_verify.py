@@ -16,12 +16,9 @@ from stepgraph.graph import InputRole
 from stepgraph.runtime import EagerExecutor
 
 from . import fixtures, oracle, zoo
+from .fixtures import rows
 
 aten = torch.ops.aten
-
-
-def rows(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def compiled(
