@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .capture import (
     CapturedStep,
+    CapturedUpdate,
     FlatBatch,
     LossCall,
     batch_signature,
@@ -164,6 +165,13 @@ def _torch_log_quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
+def _describe_update(update: CapturedUpdate) -> str:
+    if update.opaque_reason:
+        return f"the update is one call of the optimizer's own step(), since {update.opaque_reason}"
+    guards = ", ".join(map(str, update.guards))
+    return f"update holds while {guards}" if guards else "update holds for all hyperparameters"
+
+
 class TrainStep:
     """A compiled training step; made by :func:`compile_train_step`.
 
@@ -293,8 +301,7 @@ class TrainStep:
             lines.append(f"capture {number}: {', '.join(compiled.batch)} ({compiled.capture_seconds:.1f} s)")
             lines.append(f"  {counts} operators")
             lines += [f"  pass {record}" for record in variant.records]
-            guards = ", ".join(map(str, variant.update.guards))
-            lines.append(f"  update holds while {guards}" if guards else "  update holds for all hyperparameters")
+            lines.append(f"  {_describe_update(variant.update)}")
             lines += [f"  note: {note}" for note in compiled.step.notes]
         if self.last_verification is not None:
             lines.append(f"first step: {self.last_verification}")

@@ -33,7 +33,11 @@ from torch.fx.experimental.symbolic_shapes import (  # seen in 2.13
     ShapeEnv,
     free_unbacked_symbols,
 )
-from torch.optim.optimizer import _default_to_fused_or_foreach  # seen in 2.13
+from torch.optim.optimizer import (  # seen in 2.13
+    _default_to_fused_or_foreach,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 from torch.utils import _foreach_utils as foreach_utils  # seen in 2.13
 from torch.utils import _pytree as pytree  # seen in 2.13
 from torch.utils import checkpoint as torch_checkpoint
@@ -72,7 +76,7 @@ __all__ = [
     "metadata_guard",
     "module_hooks_of",
     "node_creation_observed",
-    "optimizer_hooks_of",
+    "has_step_hooks",
     "parameter_hooks_of",
     "pytree",
     "sequence_number_of",
@@ -275,7 +279,11 @@ def tensor_hooks_of(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((param._backward_hooks or {}).values())
 
 
-def optimizer_hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Which kinds of step hooks the optimizer has. Attribute names seen in 2.13."""
-    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return [kind for kind in kinds if getattr(optimizer, kind, None)]
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` runs hooks, its own or those of all optimizers. Attribute names seen in 2.13."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )

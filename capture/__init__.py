@@ -11,6 +11,8 @@ from .module_tensors import MODULE_INTERNALS as MODULE_INTERNALS
 from .module_tensors import HeldTensor as HeldTensor
 from .module_tensors import ModuleState as ModuleState
 from .module_tensors import ModuleTensors as ModuleTensors
+from .module_tensors import containers_in as containers_in
+from .module_tensors import refill as refill
 from .module_tensors import tensors_of as tensors_of
 from .optimizer import CapturedUpdate as CapturedUpdate
 from .optimizer import capture_update as capture_update

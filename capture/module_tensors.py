@@ -188,7 +188,7 @@ class _ModuleRecord:
         self.path = path
         self.module = module
         self.attributes = {k: v for k, v in module.__dict__.items() if k not in MODULE_INTERNALS or k == "training"}
-        self.containers = {name: list(_containers_in(value)) for name, value in self.attributes.items()}
+        self.containers = {name: list(containers_in(value)) for name, value in self.attributes.items()}
         self.tensor_counts = {name: _count_tensors(value) for name, value in self.attributes.items()}
         self.registered: list[tuple[Any, dict[str, Any]]] = [
             (d, dict(d)) for d in (module._parameters, module._buffers, module._modules)
@@ -221,26 +221,26 @@ class _ModuleRecord:
         now.update(self.attributes)
         for saved_containers in self.containers.values():
             for container, saved in saved_containers:
-                _refill(container, saved)
+                refill(container, saved)
         for registered, saved in self.registered:
             registered.clear()
             registered.update(saved)
 
 
-def _containers_in(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+def containers_in(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
     """The mutable containers in a value, innermost last, each with a copy of its contents."""
     if not isinstance(value, (list, dict, set, deque, tuple)) or depth > _DEEPEST_CONTAINER:
         return
     if not isinstance(value, tuple):
         yield value, copy.copy(value)
     for item in value.values() if isinstance(value, dict) else value:
-        yield from _containers_in(item, depth + 1)
+        yield from containers_in(item, depth + 1)
 
 
 def _count_tensors(value: Any) -> int:
     if isinstance(value, Tensor):
         return 1
-    containers = [container for container, _ in _containers_in((value,))]
+    containers = [container for container, _ in containers_in((value,))]
     if isinstance(value, tuple):
         containers.append(value)
     items = (c.values() if isinstance(c, dict) else c for c in containers)
@@ -250,7 +250,8 @@ def _count_tensors(value: Any) -> int:
 _DEEPEST_CONTAINER = 8
 
 
-def _refill(container: Any, saved: Any) -> None:
+def refill(container: Any, saved: Any) -> None:
+    """Gives a list, dict, set or deque the contents that it had."""
     if isinstance(container, list):
         container[:] = saved
         return

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..device import optimizer_uses_foreach
-from ..errors import CaptureError, NotYetError
 from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph, family_of
 from ..graph.ops import FUSED_TWINS
 from ..torch_compat import (
     OPTIMIZER_BOOKKEEPING,
     fused_optimizers_replaced,
+    has_step_hooks,
     hyper_scalar,
     make_fx,
     pytree,
@@ -36,12 +36,13 @@ from .context import TraceContext
 from .failures import capture_error, is_data_dependent, source_line_of
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
 from .known_values import KnownValues
+from .opaque_update import opaque_update_graph
 
 Hypers = dict[str, float]
-_BRANCHES = (
-    "use an optimizer whose step() does not read its state in Python: SGD, Adam, AdamW and most of torch.optim do not; RAdam, "
-    "ASGD and Adafactor do, and are not supported yet"
-)
+
+
+class _Untraceable(Exception):
+    """``step()`` does what no graph can hold: the update is then one opaque call."""
 
 
 @dataclass(frozen=True)
@@ -68,45 +69,53 @@ class CapturedUpdate:
         graph: inputs are parameters, gradients, state and hyperparameters; outputs are the state entries that it creates.
         guards: conditions on hyperparameters.
         constants: everything in the parameter groups that is not a hyperparameter (flags such as ``maximize``).
+        integers_are_constants: whether integers in the groups (Muon's ``ns_steps``) are among the constants.
+        opaque_reason: why the update is a single call of the user's ``step()``; empty where it was traced.
+        has_hooks: whether the optimizer has step hooks, which are the reason then.
     """
 
     graph: StepGraph
-    guards: tuple[HyperGuard, ...]
-    constants: tuple[Hashable, ...]
+    guards: tuple[HyperGuard, ...] = ()
+    constants: tuple[Hashable, ...] = ()
+    integers_are_constants: bool = False
+    opaque_reason: str = ""
+    has_hooks: bool = False
 
 
-def hypers_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any], str, int | None, Any]]:
-    """Every number in the parameter groups: key (``group.0.betas.1``), group, name, position in a tuple, value."""
+def hypers_of(
+    optimizer: torch.optim.Optimizer, *, integers_are_constants: bool = False
+) -> Iterator[tuple[str, dict[str, Any], str, int | None, Any]]:
+    """Every hyperparameter: key (``group.0.betas.1``), group, name, position in a tuple, value."""
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if _is_number(value):
+            if _is_hyper(value, integers_are_constants):
                 yield f"group.{index}.{name}", group, name, None, value
             elif isinstance(value, (tuple, list)) and name != "params":
                 for position, item in enumerate(value):
-                    if _is_number(item):
+                    if _is_hyper(item, integers_are_constants):
                         yield f"group.{index}.{name}.{position}", group, name, position, item
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and not isinstance(value, bool))
+def _is_hyper(value: Any, integers_are_constants: bool) -> bool:
+    if isinstance(value, int):
+        return not integers_are_constants and not isinstance(value, bool)
+    return isinstance(value, (Tensor, float))
 
 
-def group_constants(optimizer: torch.optim.Optimizer) -> tuple[Hashable, ...]:
-    """What is baked into an update besides numbers and membership: flags and strings of the groups, and what kind of value
-    each entry is. Other objects count by identity."""
-    return tuple(tuple([(k, _kind(v)) for k, v in group.items() if k != "params"]) for group in optimizer.param_groups)
+def group_constants(optimizer: torch.optim.Optimizer, *, integers_are_constants: bool = False) -> tuple[Hashable, ...]:
+    """What is baked into an update besides hyperparameters and membership: flags and strings of the groups, and what kind of
+    value each entry is. Other objects count by identity."""
 
+    def kind(value: Any) -> Hashable:
+        if _is_hyper(value, integers_are_constants):
+            return (value.dtype, value.device, value.shape) if isinstance(value, Tensor) else "number"
+        if value is None or isinstance(value, (bool, int, str)):
+            return (type(value), value)
+        if isinstance(value, (tuple, list)):
+            return (type(value), *map(kind, value))
+        return (type(value), id(value))
 
-def _kind(value: Any) -> Hashable:
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, Tensor):
-        return (value.dtype, value.device, value.shape)
-    if isinstance(value, (int, float)):
-        return "number"
-    if isinstance(value, (tuple, list)):
-        return (type(value), *map(_kind, value))
-    return (type(value), id(value))
+    return tuple(tuple([(k, kind(v)) for k, v in group.items() if k != "params"]) for group in optimizer.param_groups)
 
 
 def state_signature(optimizer: torch.optim.Optimizer, params: dict[str, Tensor]) -> tuple[Hashable, ...]:
@@ -125,32 +134,59 @@ def _entries(state: dict[str, Any]) -> tuple[Hashable, ...]:
 def capture_update(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep) -> CapturedUpdate:
     """Traces one update of the parameters that got a gradient in ``step``; nothing real is read, run or changed.
 
+    Where ``step()`` branches on data, keeps state that is no tensor, changes the optimizer itself or has hooks, the update is
+    one call of it (:mod:`.opaque_update`).
+
     Args:
         params: every parameter of the model, by key.
         step: the forward and backward that the update follows; its fake tensors are used, so that both graphs agree on
             which values share memory.
 
     Raises:
-        CaptureError: ``step()`` branches on data, or cannot be traced for another reason.
-        NotYetError: it keeps something in its state that is no tensor.
+        CaptureError: ``step()`` fails.
     """
-    trace = _UpdateTrace(optimizer, params, step)
+    if has_step_hooks(optimizer):
+        reason = "the optimizer has step hooks"
+        return CapturedUpdate(opaque_update_graph(optimizer, step), opaque_reason=reason, has_hooks=True)
     try:
-        with CAPTURE_LOCK:
-            return trace.run()
-    except Exception as error:
-        name = f"{type(optimizer).__name__}.step()"
-        if is_data_dependent(error):
-            line = source_line_of(error)
-            raise CaptureError(
-                f"{name} branches on the value of a tensor.", source_line=line, remedy=_BRANCHES
-            ) from error
-        raise capture_error(error, trace.context, name) from error
+        return _traced(optimizer, params, step)
+    except _Untraceable as untraceable:
+        return CapturedUpdate(
+            opaque_update_graph(optimizer, step),
+            constants=group_constants(optimizer),
+            opaque_reason=f"{type(optimizer).__name__}.step() {untraceable}",
+        )
+
+
+def _traced(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep) -> CapturedUpdate:
+    """Traces with integers as hyperparameters, and as constants where ``step()`` needs them to be integers."""
+    failures = []
+    for integers_are_constants in (False, True):
+        trace = _UpdateTrace(optimizer, params, step, integers_are_constants)
+        try:
+            with CAPTURE_LOCK:
+                return trace.run()
+        except _Untraceable:
+            raise
+        except Exception as error:
+            if is_data_dependent(error):
+                line = source_line_of(error) or "in torch"
+                raise _Untraceable(f"branches on the value of a tensor ({line})") from error
+            failures.append(capture_error(error, trace.context, f"{type(optimizer).__name__}.step()"))
+            failures[-1].__cause__ = error
+    raise failures[0]
 
 
 class _UpdateTrace:
-    def __init__(self, optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: dict[str, Tensor],
+        step: CapturedStep,
+        integers_are_constants: bool,
+    ) -> None:
         self.optimizer = optimizer
+        self.integers_are_constants = integers_are_constants
         self.params = params
         self.grad_keys = step.grad_keys
         self.grads = {key: node.meta["val"] for key, node in step.graph.output_nodes(OutputRole.GRAD).items()}
@@ -161,7 +197,8 @@ class _UpdateTrace:
         self.guards_before = len(self.env.guards)
         self.context = TraceContext(torch.nn.Module())
         self.context.phase = Phase.UPDATE
-        self.hypers = {key: (float(v) if not isinstance(v, Tensor) else v) for key, _, _, _, v in hypers_of(optimizer)}
+        hypers = hypers_of(optimizer, integers_are_constants=integers_are_constants)
+        self.hypers = {key: (float(v) if not isinstance(v, Tensor) else v) for key, _, _, _, v in hypers}
         self.state_keys: list[tuple[str, str]] = []
         self.new_state: list[tuple[str, str]] = []
         self.symbols: dict[sympy.Symbol, str] = {}
@@ -192,22 +229,16 @@ class _UpdateTrace:
             for name, value in group.items():
                 items = value if isinstance(value, (tuple, list)) and name != "params" else [value]
                 for item in items:
-                    if isinstance(item, numbers.Number) and not _is_number(item) and not isinstance(item, bool):
-                        raise CaptureError(
-                            f"group {index}[{name!r}] is a {type(item).__module__}.{type(item).__name__}, whose arithmetic is "
-                            "not that of Python's floats.",
-                            remedy="convert it with float()",
-                        )
+                    if isinstance(item, numbers.Number) and not isinstance(item, (int, float)):
+                        kind = f"{type(item).__module__}.{type(item).__name__}"
+                        raise _Untraceable(f"takes group {index}[{name!r}], a {kind}, whose arithmetic is its own")
 
     def _is_state_tensor(self, key: str, name: str, value: Any) -> bool:
         if isinstance(value, Tensor):
             return True
         if value is None or isinstance(value, (bool, str)):
             return False
-        raise NotYetError(
-            f"{type(self.optimizer).__name__} keeps a {type(value).__name__} in state[{key!r}][{name!r}]; this version "
-            "compiles optimizers whose state is tensors. Keep it as a 0-dim tensor."
-        )
+        raise _Untraceable(f"keeps a {type(value).__name__} in state[{key!r}][{name!r}]")
 
     def _fake_state(self, key: str, name: str) -> Tensor:
         return self.mode.from_tensor(self.optimizer.state[self.params[key]][name], static_shapes=True)
@@ -261,7 +292,9 @@ class _UpdateTrace:
                 trained = [p for p in real_params if any(p is self.params[k] for k in self.grad_keys)]
                 group["foreach"] = bool(trained) and optimizer_uses_foreach(trained)
         scalars = dict(zip(self.hypers, hypers, strict=True))
-        for key, group, name, position, value in list(hypers_of(scratch)):
+        for key, group, name, position, value in list(
+            hypers_of(scratch, integers_are_constants=self.integers_are_constants)
+        ):
             scalar = self._scalar(key, scalars[key], value)
             if position is None:
                 group[name] = scalar
@@ -285,24 +318,18 @@ class _UpdateTrace:
         created = []
         for param, entries in scratch.state.items():  # in the order in which eager's state fills
             if id(param) not in keys:
-                raise CaptureError(
-                    f"step() keeps state under {param!r}, which is no parameter with a gradient.",
-                    remedy="keep per-parameter tensors in self.state[param]",
-                )
+                raise _Untraceable("keeps state under what is no parameter with a gradient")
             key = keys[id(param)]
             real = self.optimizer.state.get(self.params[key], {})
             if gone := real.keys() - entries.keys():
-                raise CaptureError(f"step() deletes state entries ({', '.join(gone)}).", remedy="keep them")
+                raise _Untraceable(f"deletes state entries ({', '.join(gone)})")
             for name, value in entries.items():
                 if self._is_state_tensor(key, name, value):
                     if value is not given.get((key, name)):
                         self.new_state.append((key, name))
                         created.append(value)
                 elif name not in real or value is not real[name]:
-                    raise NotYetError(
-                        f"{type(self.optimizer).__name__} sets state[{key!r}][{name!r}] to {value!r}; this version compiles "
-                        "optimizers whose state is tensors. Keep it as a 0-dim tensor."
-                    )
+                    raise _Untraceable(f"sets state[{key!r}][{name!r}], which is no tensor")
         return created
 
     def _finish(self, traced: torch.fx.GraphModule) -> CapturedUpdate:
@@ -328,14 +355,15 @@ class _UpdateTrace:
         return CapturedUpdate(
             step_graph,
             tuple(self._guards()),
-            group_constants(self.optimizer),
+            group_constants(self.optimizer, integers_are_constants=self.integers_are_constants),
+            self.integers_are_constants,
         )
 
     def _guards(self) -> Iterator[HyperGuard]:
         for guard in self.env.guards[self.guards_before :]:
             symbols = guard.expr.free_symbols
             if symbols - self.symbols.keys():
-                raise CaptureError("step() branches on the value of a tensor.", remedy=_BRANCHES)
+                raise _Untraceable("branches on the value of a tensor")
             if symbols:
                 yield HyperGuard(guard.expr, {s: self.symbols[s] for s in symbols})
 
@@ -356,7 +384,7 @@ class _ScratchRecord:
         return own - {"state", "param_groups"}
 
     def check(self, scratch: torch.optim.Optimizer) -> None:
-        """Raises :class:`CaptureError` where the step changed the optimizer itself, its groups or a parameter's memory."""
+        """Raises where the step changed the optimizer itself, its groups or a parameter's memory."""
         now = scratch.__dict__
         changed = [f"self.{k}" for k, v in now.items() if k not in OPTIMIZER_BOOKKEEPING and self._has_changed(k, v)]
         for index, (group, before) in enumerate(zip(scratch.param_groups, self._groups, strict=True)):
@@ -365,10 +393,7 @@ class _ScratchRecord:
         if [storage_key(p) for p in self._params] != self._storages:
             changed.append("param.data, by assignment")
         if changed:
-            raise CaptureError(
-                f"step() changes {', '.join(changed)}, which a graph cannot carry from step to step.",
-                remedy="keep per-parameter tensors in self.state[param], and write parameters in place",
-            )
+            raise _Untraceable(f"changes {', '.join(changed)}")
 
     def _has_changed(self, name: str, value: Any) -> bool:
         if self._attributes.get(name, _ABSENT) is not value:

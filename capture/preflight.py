@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..device import require_supported
 from ..errors import CaptureError, ConfigError, NotYetError
-from ..torch_compat import has_post_accumulate_hooks, optimizer_hooks_of
+from ..torch_compat import has_post_accumulate_hooks
 from .module_tensors import ModuleTensors
 
 _WRAPPERS = {
@@ -102,10 +103,11 @@ def check_optimizer(optimizer: Any, tensors: ModuleTensors) -> None:
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times a step through a closure and cannot be compiled.")
-    if kinds := optimizer_hooks_of(optimizer):
-        raise NotYetError(
-            f"the optimizer has step hooks ({', '.join(kinds)}), which this version does not run. Remove them, or do their "
-            "work around the call of the compiled step."
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs a closure that evaluates the loss again, which a compiled step cannot give "
+            "it. Use an optimizer whose step() takes none."
         )
     if "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ConfigError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..capture import MODULE_INTERNALS, CapturedUpdate, ModuleTensors, group_constants, hypers_of, state_signature
 from ..errors import GuardError
-from ..torch_compat import metadata_guard, optimizer_hooks_of
+from ..torch_compat import has_step_hooks, metadata_guard
 from .hooks import HookWatch
 from .identity import same_objects
 
@@ -201,22 +201,20 @@ def _ambient_state() -> Hashable:
 
 
 class MembershipGuard:
-    """Watches which parameters an optimizer holds, in which groups, and whether it has step hooks."""
+    """Watches which parameters an optimizer holds, and in which groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._members: list[list[Tensor]] = []
-        self._hooks: list[str] = []
         self._number = -1
         self._numbers: dict[Hashable, int] = {}
 
     def signature(self) -> int:
         """A number that stands for the membership; equal where every group holds the same parameters."""
         groups = [group["params"] for group in self._optimizer.param_groups]
-        hooks = optimizer_hooks_of(self._optimizer)
-        if hooks != self._hooks or not same_objects(groups, self._members):
-            self._members, self._hooks = [list(params) for params in groups], hooks
-            key = (tuple(hooks), tuple(tuple(id(p) for p in params) for params in groups))
+        if not same_objects(groups, self._members):
+            self._members = [list(params) for params in groups]
+            key = tuple(tuple(id(p) for p in params) for params in groups)
             self._number = self._numbers.setdefault(key, len(self._numbers))
         return self._number
 
@@ -244,6 +242,10 @@ class OptimizerGuard:
 
     def matches(self) -> bool:
         """Whether the update graph is right for the optimizer as it is now."""
+        if self._update.has_hooks or has_step_hooks(self._optimizer):
+            return self._update.has_hooks and has_step_hooks(self._optimizer)
+        if self._update.opaque_reason:
+            return self._groups_match()
         return self._state_matches() and self._groups_match()
 
     def _watch_state(self) -> None:
@@ -269,9 +271,11 @@ class OptimizerGuard:
             return True
         hypers = self._changed_floats(options)
         if hypers is None:
-            if group_constants(self._optimizer) != self._update.constants:
+            rule = self._update.integers_are_constants
+            if group_constants(self._optimizer, integers_are_constants=rule) != self._update.constants:
                 return False
-            hypers = {key: float(v) for key, _, _, _, v in hypers_of(self._optimizer) if not isinstance(v, Tensor)}
+            found = hypers_of(self._optimizer, integers_are_constants=rule)
+            hypers = {key: float(v) for key, _, _, _, v in found if not isinstance(v, Tensor)}
         changed = {key for key, value in hypers.items() if self._hypers.get(key) != value}
         now = self._hypers | hypers
         if not all(guard.holds(now) for guard in self._update.guards if not changed.isdisjoint(guard.keys.values())):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture import ModuleState, tensors_of
+from ..capture import ModuleState, containers_in, refill, tensors_of
 from ..device import rng_state, set_rng_state
 from ..torch_compat import storage_key
 
@@ -24,7 +23,9 @@ def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
     memory for one copy of parameters, buffers and optimizer state. One thing that cannot be undone keeps no other from it.
     """
     tensors: list[Tensor] = [held.tensor for held in tensors_of(model).all]
-    owned = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
+    owned = [
+        v for container, _ in containers_in((optimizer.__dict__,)) for v in _items(container) if isinstance(v, Tensor)
+    ]
     with ExitStack() as undo:
         undo.callback(set_rng_state, rng_state({t.device for t in tensors}))
         _undo_optimizer(undo, optimizer)
@@ -32,21 +33,24 @@ def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
             undo.callback(setattr, param, "grad", param.grad)
         for storage in {storage_key(t): t.untyped_storage() for t in tensors + owned}.values():
             undo.callback(storage.copy_, storage.clone())
+        for tensor in tensors:
+            undo.callback(_put_data_back, tensor, tensor.detach())
         undo.callback(ModuleState(model).restore)
         for param in model.parameters():
             param.grad = None
         yield
 
 
+def _put_data_back(tensor: Tensor, data: Tensor) -> None:
+    """Undoes ``tensor.data = ...``."""
+    if storage_key(tensor) != storage_key(data) or tensor.stride() != data.stride():
+        tensor.data = data
+
+
 def _undo_optimizer(undo: ExitStack, optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        undo.callback(_refill, group, copy.copy(group))
-    undo.callback(_refill, optimizer.state, dict(optimizer.state))
-    for entries in optimizer.state.values():
-        undo.callback(_refill, entries, dict(entries))
-    undo.callback(_refill, optimizer.__dict__, dict(optimizer.__dict__))
+    for container, contents in containers_in((optimizer.__dict__,)):
+        undo.callback(refill, container, contents)
 
 
-def _refill(target: dict[Any, Any], values: dict[Any, Any]) -> None:
-    target.clear()
-    target.update(values)
+def _items(container: Any) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else list(container)

@@ -69,7 +69,11 @@ def snapshot(model: nn.Module, optimizer: Optimizer, step: int, loss: Tensor, gr
         grad_norm=_copy(grad_norm),
         params={name: _copy(parameter) for name, parameter in model.named_parameters()},
         buffers={name: _copy(buffer) for name, buffer in model.named_buffers()},
-        state={labels[id(owner)]: _copy(dict(entries)) for owner, entries in optimizer.state.items() if entries},
+        state={
+            labels.get(id(owner), str(owner)): _copy(dict(entries))
+            for owner, entries in optimizer.state.items()
+            if entries
+        },
         groups=[
             {
                 **_copy({key: value for key, value in group.items() if key != "params"}),
@@ -216,6 +220,11 @@ def twin(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.M
     return first, second
 
 
+def assert_same(a: Any, b: Any) -> None:
+    """Fails where two nested values differ in any bit."""
+    assert (reason := _difference(a, b)) is None, reason
+
+
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone(memory_format=torch.preserve_format)
@@ -331,14 +340,20 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
 """The optimizers that are compared throughout."""
 
 OTHER_OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
-    "nadam": _builder(torch.optim.NAdam, lr=0.01, weight_decay=0.01),
-    "radam": _builder(torch.optim.RAdam, lr=0.01, weight_decay=0.01),
-    "adamax": _builder(torch.optim.Adamax, lr=0.01, weight_decay=0.01),
-    "adagrad": _builder(torch.optim.Adagrad, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
-    "adadelta": _builder(torch.optim.Adadelta, lr=0.5),
-    "rmsprop": _builder(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "nadam": _builder(torch.optim.NAdam, lr=0.01, weight_decay=0.1),
+    "nadam_decoupled": _builder(torch.optim.NAdam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamax": _builder(torch.optim.Adamax, lr=0.01, weight_decay=0.1),
+    "adamax_foreach": _builder(torch.optim.Adamax, lr=0.01, weight_decay=0.1, **_FOREACH),
+    "adagrad": _builder(torch.optim.Adagrad, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1, weight_decay=0.1),
+    "adagrad_foreach": _builder(torch.optim.Adagrad, lr=0.05, weight_decay=0.1, **_FOREACH),
+    "adagrad_fused": _builder(torch.optim.Adagrad, lr=0.05, weight_decay=0.1, **_FUSED),
+    "adadelta": _builder(torch.optim.Adadelta, lr=0.5, weight_decay=0.1),
+    "rmsprop": _builder(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True, weight_decay=0.1),
+    "rmsprop_foreach": _builder(torch.optim.RMSprop, lr=0.01, weight_decay=0.1, **_FOREACH),
     "rprop": _builder(torch.optim.Rprop, lr=0.01),
-    "asgd": _builder(torch.optim.ASGD, lr=0.01, t0=2.0),
-    "adafactor": _builder(torch.optim.Adafactor, lr=0.01),
+    "muon": _builder(torch.optim.Muon, lr=0.01, weight_decay=0.1),
+    "radam": _builder(torch.optim.RAdam, lr=0.01, weight_decay=0.1),
+    "asgd": _builder(torch.optim.ASGD, lr=0.01, t0=2.0, weight_decay=0.1),
+    "adafactor": _builder(torch.optim.Adafactor, lr=0.01, weight_decay=0.1),
 }
-"""More of torch's optimizers, some with state that does not start at zero or updates that branch on data."""
+"""The rest of torch's optimizers, some with state that does not start at zero or updates that branch on data."""

@@ -14,7 +14,7 @@ import stepgraph as sg
 
 from . import fixtures
 from .portrait import assert_same, portrait
-from .refusals import assert_says, line_of
+from .refusals import assert_says
 
 
 @pytest.fixture
@@ -153,71 +153,11 @@ def test_wrapper_of_torch_itself(model: nn.Module) -> None:
             sg.compile_train_step(wrapped, torch.optim.SGD(model.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["pre", "post"])
-def test_optimizer_step_hooks(model: nn.Module, kind: str) -> None:
-    optimizer = torch.optim.SGD(model.parameters())
-    getattr(optimizer, f"register_step_{kind}_hook")(lambda *a: None)
-    with pytest.raises(sg.ConfigError, match="step hooks"):
-        sg.compile_train_step(model, optimizer)
-
-
 def test_optimizer_whose_step_was_replaced(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.step = lambda closure=None: None
     with pytest.raises(sg.ConfigError, match="replaced"):
         sg.compile_train_step(model, optimizer)
-
-
-class Branching(torch.optim.Optimizer):
-    """Looks at the gradient's value."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad.abs().max() > 1e-3:  # branching_step
-                    p.add_(p.grad, alpha=-group["lr"])
-
-
-class Counting(torch.optim.SGD):
-    """Keeps a Python number in its state."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["step"] = self.state[p].get("step", 0) + 1
-                p.add_(p.grad, alpha=-0.1 / self.state[p]["step"])
-
-
-class Remembering(torch.optim.SGD):
-    """Keeps a number on itself."""
-
-    def step(self, closure: Any = None) -> None:
-        self.steps = getattr(self, "steps", 0) + 1
-        super().step()
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [(Branching, "value of a tensor"), (Counting, "state"), (Remembering, "steps")],
-    ids=lambda v: getattr(v, "__name__", ""),
-)
-@pytest.mark.case("B54")
-def test_optimizers_that_cannot_be_traced(model: nn.Module, kind: Any, says: str) -> None:
-    optimizer = kind(model.parameters())
-    step = sg.compile_train_step(model, optimizer, loss_fn=fixtures.squared_error)
-    before = portrait(model, optimizer)
-    with pytest.raises(sg.StepGraphError, match=says) as caught:
-        step(fixtures.mlp().batch)
-    assert kind.__name__ in str(caught.value) or says == "steps"
-    if kind is Branching:
-        assert caught.value.source_line.endswith(f":{line_of('branching_step', __file__)}")
-        assert "model" not in str(caught.value).splitlines()[0]
-    assert_same(before, portrait(model, optimizer))
 
 
 def test_loss_fn_and_criterion(model: nn.Module) -> None:
