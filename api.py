@@ -129,14 +129,18 @@ def compile_train_step(
         memory_budget=(memory_budget, memory_budget is None),
         mesh=(mesh, mesh is None),
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
-        numerics=(numerics, numerics == "exact"),
-        lowering=(lowering, lowering in ("auto", "eager")),
         log=(log, log is None),
     )
     is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
     if max_norm is not None and not (is_number and max_norm >= 0 and math.isfinite(max_norm)):
         raise ConfigError(f"max_norm must be a finite number >= 0 (0 or None: off), got {max_norm!r}")
-    options = StepOptions(max_norm=float(max_norm) if max_norm else None, nonfinite=nonfinite)
+    is_fast = numerics == "fast"
+    options = StepOptions(
+        max_norm=float(max_norm) if max_norm else None,
+        nonfinite=nonfinite,
+        is_fast=is_fast,
+        uses_inductor=lowering == "inductor" or (lowering == "auto" and is_fast),
+    )
     call = LossCall(loss_fn, criterion)
     return TrainStep(model, optimizer, call, options, plan=str(plan), verify_first=verify == "first")
 
@@ -388,7 +392,7 @@ class TrainStep:
 
     def _report_verification(self, report: VerifyReport) -> None:
         self.last_verification = report
-        if report.equal:
+        if report.ok:
             logger.info("first step: %s", report)
         else:
             warnings.warn(StepGraphWarning(f"first step: {report}"), stacklevel=3)

@@ -30,6 +30,11 @@ def optimizer_uses_foreach(params: list[Tensor]) -> bool:
     return default_foreach(params)
 
 
+def compiles_updates(device: torch.device) -> bool:
+    """Whether the fast tier compiles clip and update; where it does not, fused kernels over all parameters are faster."""
+    return device.type == "cpu"
+
+
 def rng_state(devices: set[torch.device]) -> dict[torch.device, Tensor]:
     """States of the default generators of the CPU and of ``devices``."""
     states = {torch.device("cpu"): torch.get_rng_state()}

@@ -60,6 +60,7 @@ __all__ = [
     "WeakTensorKeyDictionary",
     "autograd_sequence_number",
     "checkpoint_replaced",
+    "compile_with_inductor",
     "constant_of",
     "default_foreach",
     "device_and_dtype_groups",
@@ -70,13 +71,13 @@ __all__ = [
     "fused_optimizers_replaced",
     "grad_mode_below_autograd",
     "has_post_accumulate_hooks",
+    "has_step_hooks",
     "hyper_scalar",
     "make_fx",
     "mark_stepped",
     "metadata_guard",
     "module_hooks_of",
     "node_creation_observed",
-    "has_step_hooks",
     "parameter_hooks_of",
     "pytree",
     "sequence_number_of",
@@ -287,3 +288,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
     )
+
+
+def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compiles a graph module over fake ``inputs``, for their shapes alone; torch caches the result on disk."""
+    from torch._inductor import standalone_compile  # seen in 2.13; slow to import
+
+    options = {"config_patches": {"fallback_random": True}}
+    with torch.no_grad():
+        return standalone_compile(module, inputs, dynamic_shapes="from_graph", options=options)

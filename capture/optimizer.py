@@ -131,7 +131,9 @@ def _entries(state: dict[str, Any]) -> tuple[Hashable, ...]:
     )
 
 
-def capture_update(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep) -> CapturedUpdate:
+def capture_update(
+    optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep, *, tensor_by_tensor: bool = False
+) -> CapturedUpdate:
     """Traces one update of the parameters that got a gradient in ``step``; nothing real is read, run or changed.
 
     Where ``step()`` branches on data, keeps state that is no tensor, changes the optimizer itself or has hooks, the update is
@@ -141,6 +143,7 @@ def capture_update(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], 
         params: every parameter of the model, by key.
         step: the forward and backward that the update follows; its fake tensors are used, so that both graphs agree on
             which values share memory.
+        tensor_by_tensor: traces the for-loop implementation, whichever the optimizer would take (fast tier).
 
     Raises:
         CaptureError: ``step()`` fails.
@@ -149,7 +152,7 @@ def capture_update(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], 
         reason = "the optimizer has step hooks"
         return CapturedUpdate(opaque_update_graph(optimizer, step), opaque_reason=reason, has_hooks=True)
     try:
-        return _traced(optimizer, params, step)
+        return _traced(optimizer, params, step, tensor_by_tensor)
     except _Untraceable as untraceable:
         return CapturedUpdate(
             opaque_update_graph(optimizer, step),
@@ -158,11 +161,13 @@ def capture_update(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], 
         )
 
 
-def _traced(optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep) -> CapturedUpdate:
+def _traced(
+    optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep, tensor_by_tensor: bool
+) -> CapturedUpdate:
     """Traces with integers as hyperparameters, and as constants where ``step()`` needs them to be integers."""
     failures = []
     for integers_are_constants in (False, True):
-        trace = _UpdateTrace(optimizer, params, step, integers_are_constants)
+        trace = _UpdateTrace(optimizer, params, step, integers_are_constants, tensor_by_tensor)
         try:
             with CAPTURE_LOCK:
                 return trace.run()
@@ -184,8 +189,10 @@ class _UpdateTrace:
         params: dict[str, Tensor],
         step: CapturedStep,
         integers_are_constants: bool,
+        tensor_by_tensor: bool,
     ) -> None:
         self.optimizer = optimizer
+        self.tensor_by_tensor = tensor_by_tensor
         self.integers_are_constants = integers_are_constants
         self.params = params
         self.grad_keys = step.grad_keys
@@ -288,7 +295,9 @@ class _UpdateTrace:
         for group in scratch.param_groups:
             real_params = group["params"]
             group["params"] = [stand_ins[id(p)] for p in real_params]
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            if self.tensor_by_tensor:
+                group.update((name, False) for name in ("foreach", "fused") if name in group)
+            elif "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 trained = [p for p in real_params if any(p is self.params[k] for k in self.grad_keys)]
                 group["foreach"] = bool(trained) and optimizer_uses_foreach(trained)
         scalars = dict(zip(self.hypers, hypers, strict=True))

@@ -65,6 +65,18 @@ _define(
 _define("gate(Tensor code) -> Tensor", gate, torch.empty_like)
 
 
+def pack(numbers: list[float], dtype: torch.dtype) -> Tensor:
+    """Python numbers as a vector on the CPU."""
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def _fake_pack(numbers: list[float], dtype: torch.dtype) -> Tensor:
+    return torch.empty(len(numbers), dtype=dtype)
+
+
+_define("pack(Scalar[] numbers, ScalarType dtype) -> Tensor", pack, _fake_pack)
+
+
 # torch's fused optimizer kernels take Python floats, which specialises a symbolic hyperparameter to its value. Each twin
 # takes the same arguments as `Scalar`, which stays symbolic, and calls torch's kernel when it runs.
 _SCALER_ARGUMENTS = ("grad_scale", "found_inf")

@@ -16,20 +16,28 @@ from .base import Pass, PassResult
 from .clean import Clean
 from .clip import Clip
 from .grad_norm import GradNorm
+from .host_scalars import HostScalars
 from .skip import Skip
 from .update import Update
 
-PASSES: dict[str, type[Pass]] = {p.name: p for p in (Clean, GradNorm, Clip, Skip, Update)}
+PASSES: dict[str, type[Pass]] = {p.name: p for p in (Clean, GradNorm, Clip, Skip, Update, HostScalars)}
 
 
-def training_passes(*, max_norm: float | None, nonfinite: str, update: StepGraph) -> list[Pass]:
-    """The passes of a training step, in order."""
-    passes: list[Pass] = [Clean(), GradNorm()]
+def training_passes(
+    *, max_norm: float | None, nonfinite: str, update: StepGraph, for_compiler: bool = False
+) -> list[Pass]:
+    """The passes of a training step, in order.
+
+    ``for_compiler`` is the fast tier: norm, clip and update in a form that a compiler can fuse, rounded differently.
+    """
+    passes: list[Pass] = [Clean(), GradNorm(separate=for_compiler)]
     if max_norm:
-        passes.append(Clip(max_norm=float(max_norm)))
+        passes.append(Clip(max_norm=float(max_norm), separate=for_compiler))
     if nonfinite != "ignore":
         passes.append(Skip())
     passes.append(Update(update=update))
+    if for_compiler:
+        passes.append(HostScalars())
     return passes
 
 

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import torch
 
-from ..graph import OutputRole, OutputSpec, Phase, StepGraph
+from ..graph import OutputRole, OutputSpec, Phase, StepGraph, effects_of
 from .base import Pass, PassResult
 from .grad_norm import add_norm_call
 
 
 @dataclass(frozen=True)
 class Skip(Pass):
-    """Adds the check for non-finite values, right after the norm, and a gate at the end of the norm phase.
+    """Adds the check for non-finite values and a gate, before anything scales or consumes a gradient.
 
     The output ``nonfinite`` says what was found (see ``stepgraph::nonfinite_code``). Where it is not 0, executors end the
     step at the gate, so that parameters and optimizer state keep their bits. Reading the gate waits for the device.
@@ -29,9 +29,9 @@ class Skip(Pass):
         loss, norm = graph.output_of(OutputRole.LOSS), graph.output_of(OutputRole.NORM)
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
         is_clipped = graph.output_of(OutputRole.CLIP_FACTOR) is not None
-        with graph.graph.inserting_after(norm):
+        scalings = (n for n in graph.calls if n.meta["phase"] is Phase.NORM and effects_of(n).writes)
+        with graph.graph.inserting_before(next(scalings, graph.output_node)):
             code = add_norm_call(graph, torch.ops.stepgraph.nonfinite_code.default, (loss, norm, grads, is_clipped))
-        with graph.graph.inserting_before(graph.output_node):
             gate = add_norm_call(graph, torch.ops.stepgraph.gate.default, (code,))
         graph.set_outputs([*graph.output_values, gate], [*graph.outputs, OutputSpec(OutputRole.NONFINITE)])
         return PassResult(True, intended={"gates": 1}, touched={"gates": 1})

@@ -4,9 +4,12 @@ from .binding import Binding as Binding
 from .compiled import CompiledBatch as CompiledBatch
 from .compiled import StepOptions as StepOptions
 from .compiled import Variant as Variant
-from .executor import EagerExecutor as EagerExecutor
+from .executor import Executor as Executor
 from .guards import MembershipGuard as MembershipGuard
 from .guards import ModelGuard as ModelGuard
+from .inductor import lowered as lowered
+from .regions import Region as Region
+from .regions import regions_of as regions_of
 from .result import StepResult as StepResult
 from .result import describe_nonfinite as describe_nonfinite
 from .verify import VerifyReport as VerifyReport

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ..capture import CapturedStep, CapturedUpdate, FlatBatch, ModuleTensors, capture_update
+from ..device import compiles_updates
 from ..graph import OutputRole, StepGraph
 from ..passes import PassRecord, run_passes, training_passes
 from ..torch_compat import pytree
 from .binding import Binding
-from .executor import EagerExecutor
+from .executor import Executor
 from .guards import OptimizerGuard
+from .inductor import CompiledRegions, lowered
 
 
 @dataclass(frozen=True)
@@ -23,18 +25,25 @@ class StepOptions:
 
     max_norm: float | None = None
     nonfinite: str = "skip"
+    is_fast: bool = False
+    uses_inductor: bool = False
 
 
 @dataclass
 class Variant:
-    """The whole step, update included, for one form of the update."""
+    """The whole step, update included, for one form of the update.
+
+    Attributes:
+        may_round: whether it is rounded otherwise than eager.
+    """
 
     update: CapturedUpdate
     graph: StepGraph
     records: list[PassRecord]
     guard: OptimizerGuard
     binding: Binding
-    executor: EagerExecutor
+    executor: Executor
+    may_round: bool = False
     outputs: dict[OutputRole, list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +81,8 @@ class CompiledBatch:
         self._optimizer = optimizer
         self._options = options
         self._params = {h.key: h.tensor for h in tensors.params}
+        self._regions: CompiledRegions = {}
+        self._device = next(iter(self._params.values())).device
 
     def variant(self) -> Variant:
         """The variant that fits the optimizer as it is now."""
@@ -91,18 +102,28 @@ class CompiledBatch:
         return pytree.tree_unflatten(leaves, self.step.aux_spec)
 
     def _build(self) -> Variant:
-        update = capture_update(self._optimizer, self._params, self.step)
+        options = self._options
+        compiles_update = options.is_fast and compiles_updates(self._device)
+        update = capture_update(self._optimizer, self._params, self.step, tensor_by_tensor=compiles_update)
         graph = self.step.graph.copy()
         passes = training_passes(
-            max_norm=self._options.max_norm, nonfinite=self._options.nonfinite, update=update.graph
+            max_norm=options.max_norm,
+            nonfinite=options.nonfinite,
+            update=update.graph,
+            for_compiler=compiles_update,
         )
         records = run_passes(graph, passes)
+        runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
         trained: dict[str, Tensor] = {key: self._params[key] for key in self.step.grad_keys}
+        program = graph
+        if options.uses_inductor:
+            program = lowered(graph, self._regions, compiles_update=compiles_update and not runs_once)
         return Variant(
             update,
             graph,
             records,
             OptimizerGuard(update, self._optimizer, trained),
             Binding(graph, self._tensors, self._optimizer),
-            EagerExecutor(graph),
+            Executor(program),
+            options.is_fast or options.uses_inductor,
         )

@@ -19,7 +19,7 @@ from ..torch_compat import grad_mode_below_autograd
 _numbers = count()
 
 
-class EagerExecutor:
+class Executor:
     """Executes the nodes in the graph's order with the operators that eager would call, in eager's grad mode.
 
     The generated function takes the list of inputs and empties it, so that no reference but the caller's keeps an input

@@ -13,6 +13,7 @@ from ..capture import FlatBatch, LossCall, tensors_of
 from ..device import rng_state
 from ..graph import OutputRole
 from ..torch_compat import pytree
+from .closeness import deviations, tolerance_for
 from .compiled import CompiledBatch, Variant
 from .localize import Subject, first_difference, run_eager
 from .result import describe_nonfinite
@@ -25,6 +26,8 @@ class VerifyReport:
 
     Attributes:
         equal: whether every compared value has the same bits in eager and in the graph.
+        tolerance: largest relative deviation that counts as right; 0 in the exact tier, where only equal bits do.
+        deviation: the largest that was found.
         compared: how many values of each kind were compared.
         differences: names of the values that differ, with the largest absolute difference.
         first: logical key of the first graph node whose value differs from eager's, or None.
@@ -36,11 +39,21 @@ class VerifyReport:
     differences: list[str] = field(default_factory=list)
     first: str | None = None
     detail: str = ""
+    tolerance: float = 0.0
+    deviation: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step does what eager does: every bit in the exact tier, within the tolerance in the fast one."""
+        return self.equal or not self.differences
 
     def __str__(self) -> str:
         what = ", ".join(f"{n} {kind}" for kind, n in self.compared.items() if n)
-        if self.equal:
-            return f"bitwise equal to eager ({what})" + (f"; {self.detail}" if self.detail else "")
+        if self.ok:
+            how = (
+                "bitwise equal to" if self.equal else f"within {self.deviation:.1e} (allowed: {self.tolerance:.0e}) of"
+            )
+            return f"{how} eager ({what})" + (f"; {self.detail}" if self.detail else "")
         lines = [f"differs from eager in {len(self.differences)} of the compared values ({what})"]
         lines += [f"  {line}" for line in self.differences[:10]]
         if len(self.differences) > 10:
@@ -66,8 +79,11 @@ def verify_step(
     Both start from the same parameters, buffers, optimizer state and random streams, and both are undone afterwards.
     """
     subject = Subject(model, optimizer, call, compiled, variant, batch, max_norm)
+    named = {f"parameter {held.key}": held.tensor for held in tensors_of(model).params} if variant.may_round else {}
+    before = {name: _copied(param) for name, param in named.items()}
     with rolled_back(model, optimizer):
         eager = dict(_values(subject, *run_eager(subject)))
+        grads = {name: _copied(param.grad) for name, param in named.items() if param.grad is not None}
     with rolled_back(model, optimizer):
         outputs = variant.executor(subject.inputs())
         graph = dict(_values(subject, *_results(subject, outputs)))
@@ -83,8 +99,18 @@ def verify_step(
         remarks.append("gradients that share memory were parted in eager too, which would clip them repeatedly")
     if not differences:
         return VerifyReport(True, compared, detail="; ".join(remarks))
+    tolerance = deviation = 0.0
+    if variant.may_round:
+        tolerance = tolerance_for(list(model.parameters()))
+        found = list(deviations(eager, graph, before, grads))
+        deviation = max(d.relative for d in found)
+        judged = {d.name for d in found}
+        beyond = [f"{d.name}: deviates by {d.relative:.1e}" for d in found if d.relative > tolerance]
+        differences = beyond + [line for line in differences if line.partition(": ")[0] not in judged]
+        if not differences:
+            return VerifyReport(False, compared, [], None, "; ".join(remarks), tolerance, deviation)
     first, detail = first_difference(subject)
-    return VerifyReport(False, compared, differences, first, detail)
+    return VerifyReport(False, compared, differences, first, detail, tolerance, deviation)
 
 
 _UPDATED = ("parameter ", "state ")

@@ -21,7 +21,7 @@ from stepgraph.capture import (
 )
 from stepgraph.graph import Phase, StepGraph, family_of
 from stepgraph.passes import run_passes, training_passes
-from stepgraph.runtime import Binding, EagerExecutor
+from stepgraph.runtime import Binding, Executor
 
 from . import fixtures, oracle
 
@@ -84,7 +84,7 @@ def run(graph: StepGraph, of: Subject, batch: Any = None) -> Run:
     binding = Binding(graph, tensors_of(model), optimizer)
     leaves = [v for v in flatten_batch(own_batch if batch is None else batch).leaves if isinstance(v, Tensor)]
     with fixtures.seeded(0):
-        outputs = EagerExecutor(graph)(binding.inputs(leaves, 0))
+        outputs = Executor(graph)(binding.inputs(leaves, 0))
         random_state = torch.get_rng_state()
     binding.store(outputs)
     state = [dict(optimizer.state[p]) for p in model.parameters() if p in optimizer.state]

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import stepgraph as sg
 from stepgraph.graph import InputRole
-from stepgraph.runtime import EagerExecutor
+from stepgraph.runtime import Executor
 
 from . import fixtures, oracle, zoo
 from .fixtures import rows
@@ -204,7 +204,7 @@ def only(step: sg.TrainStep, family: str, phase: str, place: int = 0) -> fx.Node
 
 def rebuilt(step: sg.TrainStep, batch: Any) -> None:
     _, variant, _ = step._compiled_for(batch)
-    variant.executor = EagerExecutor(variant.graph)
+    variant.executor = Executor(variant.graph)
 
 
 def assert_named(step: sg.TrainStep, batch: Any, node: fx.Node) -> None:

@@ -1,0 +1,201 @@
+"""The update as tensor arithmetic: what is computed in Python numbers comes first, and reaches tensors as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from ..graph import InputRole, Phase, StepGraph, effects_of, is_scalar_function, storages_of, written_nodes
+from .base import Pass, PassResult
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class HostScalars(Pass):
+    """Fast tier. Makes an update that was traced tensor by tensor fit for a compiler.
+
+    A for-loop optimizer computes in Python numbers what depends on hyperparameters and step counts (bias corrections), and
+    passes them to operators. Those computations are moved to the beginning of the update, where they run as in eager; the
+    results are packed into one vector, and each operator reads its entry as a 0-dim tensor. So nothing of a schedule is
+    compiled in, and a compiler sees tensors only. ``a + alpha * b`` and the like are spelled out.
+
+    Results differ from eager's by rounding: a scalar is rounded to the tensor's dtype before the operation, and spelled-out
+    operators round once more. Nothing is changed where an operator takes a number in a way that is not known here.
+    """
+
+    name: ClassVar[str] = "host_scalars"
+    touches: ClassVar[frozenset[Phase]] = frozenset({Phase.UPDATE})
+
+    def run(self, graph: StepGraph) -> PassResult:
+        update = [n for n in graph.calls if n.meta["phase"] is Phase.UPDATE]
+        host = _host_nodes(graph, update)
+        readers = [n for n in update if n not in host and any(map(_is_number, n.all_input_nodes))]
+        if not host or not all(map(_can_take_tensors, readers)):
+            return PassResult(False)
+        merged = _merged(graph, [n for n in update if n in host])
+        update = [n for n in update if n not in merged]
+        anchor = next(n for n in update if n not in host)
+        for node in update:
+            if node in host:
+                anchor.prepend(node)
+        with graph.graph.inserting_before(anchor):
+            entries = _packed(graph, readers)
+        for node in readers:
+            _take_tensors(graph, node, entries)
+        return PassResult(True, intended={"operators": len(readers)}, touched={"operators": len(readers)})
+
+
+def _merged(graph: StepGraph, host: list[fx.Node]) -> set[fx.Node]:
+    """Removes computations of the same number from the same numbers; a for-loop repeats them for each parameter."""
+    first: dict[Any, fx.Node] = {}
+    merged = set()
+    for node in host:
+        if is_scalar_function(node.target) and not node.kwargs:
+            known = first.setdefault((node.target, node.args), node)
+            if known is not node:
+                node.replace_all_uses_with(known)
+                graph.graph.erase_node(node)
+                merged.add(node)
+    return merged
+
+
+def _is_number(node: fx.Node) -> bool:
+    return node.op == "call_function" and not isinstance(node.meta["val"], (torch.Tensor, list, tuple, type(None)))
+
+
+def _host_nodes(graph: StepGraph, update: list[fx.Node]) -> set[fx.Node]:
+    """Nodes of the update that compute from hyperparameters and step counts alone, and no other node sees them half done."""
+    specs = zip(graph.placeholders, graph.inputs, strict=True)
+    counters = {n for n, s in specs if s.role is InputRole.STATE and n.meta["val"].ndim == 0 and _on_cpu(n)}
+    hypers = {n for n, s in zip(graph.placeholders, graph.inputs, strict=True) if s.role is InputRole.HYPER}
+    while True:
+        known = counters | hypers
+        host: set[fx.Node] = set()
+        for node in update:
+            computes_a_number = is_scalar_function(node.target) or node.target is aten._local_scalar_dense.default
+            counts = set(written_nodes(node)) <= (counters | host) and bool(effects_of(node).writes)
+            if (computes_a_number or counts) and all(n in known or n in host for n in node.all_input_nodes):
+                host.add(node)
+        written = {key for node in host for operand in written_nodes(node) for key in storages_of(operand)}
+        others = (n for node in update if node not in host for n in node.all_input_nodes)
+        shared = written & {key for n in others for key in storages_of(n)}
+        if not shared:
+            return host
+        counters = {n for n in counters if shared.isdisjoint(storages_of(n))}
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    return bool(node.meta["val"].device.type == "cpu")
+
+
+def _packed(graph: StepGraph, readers: list[fx.Node]) -> dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, int]]:
+    """One vector for each dtype that numbers are needed in; the vector and position of each number."""
+    wanted = dict.fromkeys((x, _dtype_for(n)) for n in readers for x in n.all_input_nodes if _is_number(x))
+    entries: dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, int]] = {}
+    for dtype in dict.fromkeys(dtype for _, dtype in wanted):
+        numbers = [number for number, d in wanted if d is dtype]
+        vector = graph.add_call(
+            torch.ops.stepgraph.pack.default, (numbers, dtype), module="optimizer", phase=Phase.UPDATE
+        )
+        entries.update(((number, dtype), (vector, i)) for i, number in enumerate(numbers))
+    return entries
+
+
+def _dtype_for(reader: fx.Node) -> torch.dtype:
+    """Dtype in which an operator takes a number: its own, and at least single precision."""
+    dtype: torch.dtype = reader.meta["val"].dtype
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+Spelling = Callable[[Callable[..., fx.Node], "dict[str, Any]"], fx.Node]
+
+
+def _add(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
+    return call(aten.add.Tensor, given["self"], call(aten.mul.Tensor, given["other"], given["alpha"]))
+
+
+def _sub(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
+    return call(aten.sub.Tensor, given["self"], call(aten.mul.Tensor, given["other"], given["alpha"]))
+
+
+def _addcmul(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
+    product = call(aten.mul.Tensor, given["tensor1"], given["tensor2"])
+    return call(aten.add.Tensor, given["self"], call(aten.mul.Tensor, product, given["value"]))
+
+
+def _addcdiv(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
+    quotient = call(aten.div.Tensor, given["tensor1"], given["tensor2"])
+    return call(aten.add.Tensor, given["self"], call(aten.mul.Tensor, quotient, given["value"]))
+
+
+def _lerp(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
+    difference = call(aten.sub.Tensor, given["end"], given["self"])
+    return call(aten.add.Tensor, given["self"], call(aten.mul.Tensor, difference, given["weight"]))
+
+
+def _binary(target: Any) -> Spelling:
+    return lambda call, given: call(target, given["self"], given["other"])
+
+
+def _power(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
+    return call(aten.pow.Tensor_Tensor, given["self"], given["exponent"])
+
+
+def _fill(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
+    return call(aten.expand.default, given["value"], list(given["self"].meta["val"].shape))
+
+
+# How each operator is written with a 0-dim tensor in the place of a number; in-place forms then copy the result.
+_SPELLINGS: dict[str, Spelling] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _binary(aten.mul.Tensor),
+    "div": _binary(aten.div.Tensor),
+    "maximum": _binary(aten.maximum.default),
+    "pow": _power,
+    "addcmul": _addcmul,
+    "addcdiv": _addcdiv,
+    "lerp": _lerp,
+    "fill": _fill,
+}
+
+
+def _can_take_tensors(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return False
+    return _stem(node.target) in _SPELLINGS and isinstance(node.args[0], fx.Node) and not _is_number(node.args[0])
+
+
+def _take_tensors(
+    graph: StepGraph, node: fx.Node, entries: dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, int]]
+) -> None:
+    module, dtype = node.meta["key"].module, _dtype_for(node)
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return graph.add_call(target, args, module=module, phase=Phase.UPDATE)
+
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema
+    with graph.graph.inserting_before(node):
+        numbers = dict.fromkeys(n for n in node.all_input_nodes if _is_number(n))
+        tensors = {n: call(aten.select.int, entries[n, dtype][0], 0, entries[n, dtype][1]) for n in numbers}
+        given = {a.name: a.default_value for a in schema.arguments}
+        given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+        given = {name: fx.map_arg(v, lambda n: tensors.get(n, n)) for name, v in given.items()}
+        result = _SPELLINGS[_stem(node.target)](call, given)
+        if effects_of(node).writes:
+            result = call(aten.copy_.default, node.args[0], result)
+            result.meta["trace_index"] = node.meta["trace_index"]
+        elif result.meta["val"].dtype != node.meta["val"].dtype:
+            result = call(torch.ops.prims.convert_element_type.default, result, node.meta["val"].dtype)
+    node.replace_all_uses_with(result)
+    graph.graph.erase_node(node)
+
+
+def _stem(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.removeprefix("aten::").rstrip("_")

@@ -1,0 +1,100 @@
+"""Compiles the regions of a step graph with TorchInductor."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph import StepGraph, written_nodes
+from ..torch_compat import compile_with_inductor
+from .progress import waiting
+from .regions import Region, allocates_for_a_draw, regions_of
+
+
+class CompiledRegion:
+    """A compiled region as an operator of a lowered graph."""
+
+    __name__ = "region"
+
+    def __init__(self, region: Region) -> None:
+        self._run = _compile(region)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The region's outputs, as a tuple or list."""
+        return self._run(*inputs)
+
+
+CompiledRegions = dict[Any, CompiledRegion]
+
+
+def lowered(graph: StepGraph, compiled: CompiledRegions, *, compiles_update: bool) -> StepGraph:
+    """A copy of ``graph`` in which each region is a single call; only executors understand it.
+
+    Args:
+        compiled: regions that were compiled before, by identity; new ones are added.
+        compiles_update: whether clip and update are compiled too (fast tier).
+    """
+    parts = regions_of(graph, compiles_update=compiles_update)
+    fresh = [part for part in parts if isinstance(part, Region) and part.identity not in compiled]
+    for number, region in enumerate(fresh, 1):
+        with waiting(f"compiling region {number} of {len(fresh)} ({len(region.nodes)} operators)"):
+            compiled[region.identity] = CompiledRegion(region)
+    result = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.placeholders:
+        values[node] = result.node_copy(node)
+    regions = []
+    for part in parts:
+        if isinstance(part, fx.Node):
+            values[part] = _copied(result, part, values)
+            continue
+        call = result.call_function(compiled[part.identity], tuple(values[n] for n in part.inputs))
+        call.meta.update(val=None, grad_mode=False)
+        regions.append((call, part))
+        for position, output in enumerate(part.outputs):
+            values[output] = result.call_function(operator.getitem, (call, position))
+            values[output].meta.update(output.meta, grad_mode=False)
+    result.output(fx.map_arg(graph.output_node.args[0], values.__getitem__))
+    lowered_graph = StepGraph(result, graph.inputs, graph.outputs, fake_mode=graph.fake_mode, constants=graph.constants)
+    for call, region in regions:
+        lowered_graph.assign_key(call, "", CompiledRegion.__name__, region.nodes[0].meta["phase"])
+    return lowered_graph
+
+
+def _copied(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node]) -> fx.Node:
+    if not allocates_for_a_draw(node):
+        return graph.node_copy(node, values.__getitem__)
+    value = node.meta["val"]  # its operand may be inside of a region that comes later
+    shape_and_strides = (list(value.shape), list(value.stride()))
+    kwargs = {"dtype": value.dtype, "device": value.device}
+    copied = graph.call_function(torch.ops.aten.empty_strided.default, shape_and_strides, kwargs)
+    copied.meta.update(node.meta)
+    return copied
+
+
+def _compile(region: Region) -> Callable[..., Any]:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(region.inputs):
+        values[node] = graph.placeholder(f"input_{number}")
+        values[node].meta["val"] = _detached(node.meta["val"])
+    inputs = list(graph.find_nodes(op="placeholder"))
+    for node in region.inputs:
+        if node in region.spent and any(node in written_nodes(n) for n in region.nodes):
+            fresh = graph.call_function(torch.ops.aten.clone.default, (values[node],))  # fused away
+            fresh.meta["val"] = values[node].meta["val"]
+            values[node] = fresh
+    for node in region.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node].meta = {"val": node.meta["val"]}
+    graph.output(tuple(values[n] for n in region.outputs))
+    return compile_with_inductor(fx.GraphModule(torch.nn.Module(), graph), [n.meta["val"] for n in inputs])
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return value.detach()
