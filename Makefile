@@ -13,6 +13,7 @@ help:  ## this list
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "stepgraph needs Python 3.10 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the tools into $(VENV); this takes a few minutes, once"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,lint]' -c constraints.txt
 	touch $@
@@ -40,4 +41,5 @@ bench: $(STAMP)  ## the runtime's own time per call
 	$(BIN)/python benchmarks/call_overhead.py
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) *.egg-info build dist runs .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	rm -rf $(VENV) *.egg-info build dist runs benchmarks/results .pytest_cache .mypy_cache .ruff_cache

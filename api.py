@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import numbers
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -24,12 +25,21 @@ from .capture import (
     check_model,
     check_optimizer,
     flatten_batch,
+    is_capturing,
     tensors_of,
     varying_leaves,
 )
-from .errors import ConfigError, NonFiniteError, NotYetAttributeError, NotYetError, StepGraphWarning
+from .errors import (
+    ConfigError,
+    NonFiniteError,
+    NotYetAttributeError,
+    NotYetError,
+    StepGraphError,
+    StepGraphWarning,
+)
 from .graph import OutputRole, StepGraph
 from .runtime import (
+    AttributeWatch,
     CompiledBatch,
     MembershipGuard,
     ModelGuard,
@@ -38,6 +48,8 @@ from .runtime import (
     Variant,
     VerifyReport,
     describe_nonfinite,
+    first_run_error,
+    restored_on_error,
     verify_step,
 )
 from .torch_compat import mark_stepped
@@ -45,6 +57,7 @@ from .torch_compat import mark_stepped
 logger = logging.getLogger("stepgraph")
 
 CAPTURES_BEFORE_WARNING = 8
+Signature = tuple[Hashable, int, tuple[int, ...]]  # batch; model; optimizer membership and companions of the model
 _WAYS_OUT = {
     "precision": "until then call the step under torch.autocast, or keep the model in 16 bit",
     "error_if_nonfinite": 'nonfinite="raise" raises for a non-finite norm too',
@@ -103,7 +116,8 @@ def compile_train_step(
         CaptureError: the model has something that cannot be traced.
     """
     if not isinstance(plan, (str, PathLike)):
-        hint = "; did you mean loss_fn=?" if callable(plan) else ""
+        hint = "; did you mean criterion=?" if isinstance(plan, nn.Module) else ""
+        hint = hint or ("; did you mean loss_fn=?" if callable(plan) else "")
         raise ConfigError(f"plan must be a name or a path, got {type(plan).__name__}{hint}")
     for name, function in (("loss_fn", loss_fn), ("criterion", criterion)):
         if isinstance(function, type):
@@ -131,7 +145,7 @@ def compile_train_step(
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
         log=(log, log is None),
     )
-    is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+    is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
     if max_norm is not None and not (is_number and max_norm >= 0 and math.isfinite(max_norm)):
         raise ConfigError(f"max_norm must be a finite number >= 0 (0 or None: off), got {max_norm!r}")
     is_fast = numerics == "fast"
@@ -198,7 +212,10 @@ class TrainStep:
         verify_first: bool,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model must be an nn.Module, got {type(model).__name__}")
+            got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+            raise ConfigError(
+                f"model must be an nn.Module, got {got}; the call is compile_train_step(model, optimizer)"
+            )
         self._tensors = tensors_of(model)
         self._device = check_model(model, self._tensors)
         check_optimizer(optimizer, self._tensors)
@@ -211,7 +228,8 @@ class TrainStep:
         self._verify_first = verify_first
         self._guard = ModelGuard(model, self._tensors)
         self._members = MembershipGuard(optimizer)
-        self._cache: dict[tuple[Hashable, int, int], CompiledBatch] = {}
+        self._companions: dict[int, AttributeWatch] = {}
+        self._cache: dict[Signature, CompiledBatch] = {}
         self._current: tuple[CompiledBatch, Variant] | None = None
         self._tensor_ids = {id(held.tensor) for held in self._tensors.all}
         self._calls = 0
@@ -235,7 +253,8 @@ class TrainStep:
         if self._verify_first and self._calls == 0:
             self._report_verification(self.verify(batch))
         compiled, variant, flat = self._compiled_for(batch)
-        outputs = variant.executor(variant.inputs([flat.leaves[i] for i in compiled.batch_positions]))
+        inputs = variant.inputs([flat.leaves[i] for i in compiled.batch_positions])
+        outputs = variant.executor(inputs) if compiled.has_run else self._first_run(compiled, variant, inputs)
         self._calls += 1
         return self._finish(compiled, variant, outputs)
 
@@ -312,6 +331,8 @@ class TrainStep:
         return "\n".join(lines)
 
     def _compiled_for(self, batch: Any) -> tuple[CompiledBatch, Variant, FlatBatch]:
+        if is_capturing():
+            raise ConfigError("a compiled step is called inside the loss of another; call one after the other")
         self._guard.check()
         flat = flatten_batch(batch)
         if not self._tensor_ids.isdisjoint(map(id, flat.leaves)):
@@ -321,8 +342,9 @@ class TrainStep:
         self._current = (compiled, variant)
         return compiled, variant, flat
 
-    def _signature(self, batch: FlatBatch) -> tuple[Hashable, int, int]:
-        return (batch_signature(batch, self._device), self._guard.signature(), self._members.signature())
+    def _signature(self, batch: FlatBatch) -> Signature:
+        surroundings = (self._members.signature(), *[watch.number() for watch in self._companions.values()])
+        return (batch_signature(batch, self._device), self._guard.signature(), surroundings)
 
     def _capture(self, batch: FlatBatch) -> CompiledBatch:
         with _torch_log_quiet():
@@ -339,6 +361,9 @@ class TrainStep:
         compiled.variant()
         compiled.capture_seconds = time.perf_counter() - start
         logger.info("captured %s in %.1f s", ", ".join(batch.describe()), compiled.capture_seconds)
+        for companion in step.companions:
+            named = [(f"{type(companion).__name__}.{path}", module) for path, module in companion.named_modules()]
+            self._companions.setdefault(id(companion), AttributeWatch(named, of_companions=True))
         self._guard.ignore(step.changed_attributes)
         self._guard.ignore(self._irrelevant_attributes(step, batch))
         self._cache[self._signature(batch)] = compiled
@@ -356,12 +381,27 @@ class TrainStep:
 
     def _irrelevant_attributes(self, step: CapturedStep, batch: FlatBatch) -> list[str]:
         """Attributes whose change led to a capture of the very same graph: a step counter that forward does not read."""
-        batch_part, number, members = self._signature(batch)
+        batch_part, number, surroundings = self._signature(batch)
         text = str(step.graph)
-        for (other_batch, other, other_members), compiled in self._cache.items():
-            if (other_batch, other_members) == (batch_part, members) and str(compiled.step.graph) == text:
+        for (other_batch, other, others), compiled in self._cache.items():
+            if (other_batch, others) == (batch_part, surroundings) and str(compiled.step.graph) == text:
                 return self._guard.differing_attributes(number, other)
         return []
+
+    def _first_run(self, compiled: CompiledBatch, variant: Variant, inputs: list[Any]) -> list[Any]:
+        """Runs a capture that has never run: what only real values show, such as dtypes that do not fit, is told as a capture's
+        failure, and undone."""
+        try:
+            with restored_on_error(self.model):
+                outputs = variant.executor(inputs)
+        except Exception as error:
+            if isinstance(error, StepGraphError):
+                raise
+            self._cache = {key: value for key, value in self._cache.items() if value is not compiled}
+            self._current = None
+            raise first_run_error(error) from error
+        compiled.has_run = True
+        return outputs
 
     def _finish(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> StepResult:
         code = variant.first(OutputRole.NONFINITE, outputs)

@@ -1,9 +1,11 @@
 """Floor 2: model, loss and optimizer to graphs. Nothing real is read, run or changed here."""
 
+from .ambient import is_capturing as is_capturing
 from .batch import FlatBatch as FlatBatch
 from .batch import LossCall as LossCall
 from .batch import batch_signature as batch_signature
 from .batch import flatten_batch as flatten_batch
+from .batch import is_plain as is_plain
 from .batch import varying_leaves as varying_leaves
 from .forward_backward import CapturedStep as CapturedStep
 from .forward_backward import capture_forward_backward as capture_forward_backward

@@ -11,10 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import CaptureError, StepGraphWarning
 
 CAPTURE_LOCK = threading.RLock()  # a capture replaces functions of torch for its time
+
+_capturing = threading.local()
+
+
+def is_capturing() -> bool:
+    """Whether this thread is in the middle of a capture."""
+    return getattr(_capturing, "now", False)
 
 
 @contextlib.contextmanager
@@ -76,27 +84,44 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
         "set_rng_state",
         "set random states outside of the step; draw fixed noise once and keep it in a buffer",
     ),
+    *(
+        (scheduler, "step", "step schedulers after the compiled step; hyperparameters are read at every step")
+        for scheduler in (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    ),
 )
 
 
 @contextlib.contextmanager
 def refused_calls() -> Iterator[None]:
-    """Refuses what takes effect at capture only: gradients would go to the stand-ins, and seeds would be forgotten."""
+    """Refuses what takes effect at capture only: gradients would go to the stand-ins, and seeds would be forgotten.
+
+    :func:`is_capturing` is true within.
+    """
     thread = threading.get_ident()
 
     def refusal(original: Any, name: str, remedy: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return original(*args, **kwargs)
-            raise CaptureError(f"{name}() is called inside the step.", remedy=remedy)
+            owner = f"{type(args[0]).__name__}." if name == "step" and args else ""
+            raise CaptureError(f"{owner}{name}() is called inside the step.", remedy=remedy)
 
         return call
 
-    originals = [(module, name, getattr(module, name)) for module, name, _ in _REFUSED]
+    def refuse_update(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            name = f"{type(optimizer).__name__}.step()"
+            raise CaptureError(f"{name} is called inside the step.", remedy="leave it out: the compiled step updates")
+
+    _capturing.now = True
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in _REFUSED]
+    handle = register_optimizer_step_pre_hook(refuse_update)
     try:
-        for module, name, remedy in _REFUSED:
-            setattr(module, name, refusal(getattr(module, name), name, remedy))
+        for owner, name, remedy in _REFUSED:
+            setattr(owner, name, refusal(getattr(owner, name), name, remedy))
         yield
     finally:
+        _capturing.now = False
+        handle.remove()
         for module, name, original in originals:
             setattr(module, name, original)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
@@ -61,6 +62,18 @@ class LossCall:
 
 
 def _call_model(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else ((batch,), {})
+    if isinstance(batch, (tuple, list)):
+        args = tuple(batch)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"without criterion and loss_fn the model is called with the batch, a {_describe(batch)}, and its forward does not "
+            f"take it: {error}.",
+            module_path="",
+            remedy="pass criterion= for batches (inputs, targets), or loss_fn=lambda model, batch: ...",
+        ) from error
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):

@@ -33,12 +33,15 @@ class TraceContext:
         module_path: module whose forward is running.
         failed_module: path of the innermost module that an exception came out of, or None.
         region: number of the checkpointed region that is running, or None.
+        companions: modules that ran and do not belong to the model, such as a loss or a teacher.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.phase = Phase.FORWARD
         self.failed_module: str | None = None
         self.region: int | None = None
+        self.companions: list[nn.Module] = []
+        self._companion_ids: set[int] = set()
         self._paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._stack: list[str] = []
         self._backward_origin: tuple[str, str | None, int | None] | None = None
@@ -64,6 +67,9 @@ class TraceContext:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return original(module, *args, **kwargs)
+            if id(module) not in self._paths and id(module) not in self._companion_ids:
+                self.companions.append(module)
+                self._companion_ids.update(map(id, module.modules()))
             self._stack.append(self._paths.get(id(module), self.module_path))
             try:
                 return original(module, *args, **kwargs)

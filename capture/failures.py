@@ -45,7 +45,7 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
             module_path=module,
             source_line=line,
             remedy="express the choice with torch.where or a mask; take numbers from the batch as Python values, which are "
-            "guarded; or move the decision out of the step",
+            "guarded; move the decision out of the step; and to log a value, return the tensor as aux",
         )
     if isinstance(error, UnsupportedFakeTensorException):
         return CaptureError(

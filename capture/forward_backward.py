@@ -30,7 +30,7 @@ from .batch import FlatBatch, LossCall, is_plain
 from .context import TraceContext
 from .failures import capture_error
 from .gradients import own_gradients
-from .known_values import KnownValues, libraries_told
+from .known_values import SYMBOLS, KnownValues, libraries_told
 from .module_tensors import HeldTensor, ModuleState, ModuleTensors, tensors_replaced
 from .regions import RegionRecorder
 
@@ -49,6 +49,7 @@ class CapturedStep:
         region_writes: whether a checkpointed region writes a buffer, which eager's recompute does twice.
         changed_attributes: plain attributes of modules that forward changes.
         shared_gradients: parameters whose gradients share memory in eager.
+        companions: modules that ran and do not belong to the model; their tensors are constants of the graph.
         notes: what the user should know about this capture.
     """
 
@@ -61,6 +62,7 @@ class CapturedStep:
     region_writes: bool = False
     changed_attributes: list[str] = field(default_factory=list)
     shared_gradients: list[str] = field(default_factory=list)
+    companions: list[nn.Module] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -78,6 +80,11 @@ def capture_forward_backward(
     Raises:
         CaptureError: the model cannot be traced, or the loss is no scalar or depends on no trained parameter.
     """
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            "the step is called under torch.inference_mode(), where nothing can be differentiated.",
+            remedy="call it outside of inference mode",
+        )
     with CAPTURE_LOCK:
         return _captured(_Trace(model, tensors, trained_ids, call, batch))
 
@@ -182,8 +189,12 @@ class _Trace:
         for value in self.aux_constants.values():
             if not is_plain(value):
                 raise CaptureError(
-                    f"aux holds a {type(value).__name__}, which may hold tensors that the graph does not see.",
-                    remedy="return tensors, numbers and strings in dicts, lists and tuples",
+                    "aux holds the value of a tensor, read in Python with item() or float()."
+                    if isinstance(value, SYMBOLS)
+                    else f"aux holds a {type(value).__name__}, which may hold tensors that the graph does not see.",
+                    remedy="return the tensor itself, and read it after the step"
+                    if isinstance(value, SYMBOLS)
+                    else "return tensors, numbers and strings in dicts, lists and tuples",
                 )
         aux_tensors = [a.detach() for a in aux_leaves if isinstance(a, Tensor)]
         self.aux_count = len(aux_tensors)
@@ -193,8 +204,9 @@ class _Trace:
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor):
+            kind = "Python number, read with item() or float()" if isinstance(loss, SYMBOLS) else type(loss).__name__
             raise CaptureError(
-                f"the loss is a {type(loss).__name__}, not a tensor.",
+                f"the loss is a {kind}, not a tensor.",
                 module_path="",
                 remedy="return a scalar tensor that was computed from the model's parameters",
             )
@@ -206,6 +218,12 @@ class _Trace:
                 remedy="reduce it with .mean() or .sum(), or pass loss_fn or criterion",
             )
         if not loss.requires_grad:
+            if not self.trained:
+                raise CaptureError(
+                    "none of the parameters that the optimizer holds requires grad.",
+                    module_path="",
+                    remedy="unfreeze what is to be trained: param.requires_grad_(True)",
+                )
             raise CaptureError(
                 "the loss does not require grad: no trained parameter took part in it.",
                 module_path="",
@@ -380,6 +398,7 @@ class _Trace:
             self.region_writes,
             self.changed_attributes,
             shared,
+            self.context.companions,
             notes,
         )
 

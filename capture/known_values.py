@@ -30,7 +30,7 @@ from .context import user_source_line
 
 LARGEST_KNOWN_NUMEL = 1 << 20
 _UNINITIALISED = ("empty", "new_empty")
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class KnownValues(TorchDispatchMode):
@@ -56,7 +56,7 @@ class KnownValues(TorchDispatchMode):
         if real_args is not None and operands and not _returns_tensors(func):
             with dispatch_modes_disabled():
                 return func(*real_args[0], **real_args[1])
-        has_symbols = any(isinstance(a, _SYMBOLS) for a in pytree.tree_leaves((args, kwargs)))
+        has_symbols = any(isinstance(a, SYMBOLS) for a in pytree.tree_leaves((args, kwargs)))
         self._forget_written(func, args, operands, has_symbols)
         out = func(*args, **kwargs)
         results = tensors_in(out)
@@ -81,7 +81,7 @@ class KnownValues(TorchDispatchMode):
             return None
         if any(not isinstance(t, FakeTensor) for t in operands):
             return None
-        if any(isinstance(a, _SYMBOLS) for a in pytree.tree_leaves((args, kwargs))):
+        if any(isinstance(a, SYMBOLS) for a in pytree.tree_leaves((args, kwargs))):
             return None
         return pytree.tree_map(lambda a: self._values[a] if isinstance(a, Tensor) else a, (args, kwargs))
 

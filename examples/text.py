@@ -93,7 +93,10 @@ class Corpus:
     def __init__(self, text: str, *, context: int, batch_size: int, seed: int) -> None:
         train, held_out = split(text)
         if min(len(train), len(held_out)) <= context + 1:
-            raise TextError(f"too little text: {len(held_out)} held-out bytes for a context of {context}")
+            raise TextError(
+                f"too little text: {len(train)} bytes to learn and {len(held_out)} held out; each needs more than the context "
+                f"of {context}, so give a longer --text or a shorter --context"
+            )
         self.train, self.held_out = _tensor(train), _tensor(held_out)
         self.prompt = opening(held_out, min(context, 60))
         self.context, self.batch_size, self.seed = context, batch_size, seed

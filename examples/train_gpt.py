@@ -277,7 +277,7 @@ def plot(history: History, title: str, path: Path) -> None:
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(9, 5.6), dpi=160, sharex=True, height_ratios=(3, 2), layout="constrained"
         )
-        top.plot(steps, losses, color=blue, alpha=0.3, linewidth=1)
+        top.plot(steps, losses, color=blue, alpha=0.3, linewidth=1, label="of each step")
         top.plot(steps, smooth(losses), color=blue, linewidth=2.2, label="train, with dropout")
         points = list(history.held_out.items())
         if points:
@@ -378,6 +378,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch", "context", "layers", "heads", "width"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if not 0 <= args.dropout < 1:
+        parser.error("--dropout must be at least 0 and below 1")
+    if not (args.lr > 0 and math.isfinite(args.lr)):
+        parser.error("--lr must be a positive number")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is a file")
     if args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     return args

@@ -77,6 +77,7 @@ class CompiledBatch:
         self.batch_positions = batch.tensor_positions
         self.variants: list[Variant] = []
         self.capture_seconds = 0.0
+        self.has_run = False
         self._tensors = tensors
         self._optimizer = optimizer
         self._options = options

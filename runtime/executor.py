@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..errors import CaptureError
 from ..graph import StepGraph, effects_of
 from ..torch_compat import grad_mode_below_autograd
 
@@ -31,6 +32,7 @@ class Executor:
 
     def __init__(self, graph: StepGraph) -> None:
         self.source, namespace = _generate(graph)
+        self._graph = graph
         name = f"<stepgraph step {next(_numbers)}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
         self._name = name
@@ -47,11 +49,28 @@ class Executor:
                 raise
 
     def _tell_where(self, error: Exception) -> None:
-        """Adds the logical key of the failing node to the error (Python 3.11 and newer)."""
+        """Notes the failing node in the error: as ``failed_node``, and in words (Python 3.11 and newer)."""
         frame = next((f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._name), None)
-        if frame is not None and frame.lineno is not None and hasattr(error, "add_note"):
-            line = self.source.splitlines()[frame.lineno - 1]
-            error.add_note(f"in the compiled step, at {line.partition('  # ')[2] or line.strip()}")
+        if frame is None or frame.lineno is None:
+            return
+        name = self.source.splitlines()[frame.lineno - 1].partition("  # ")[2]
+        node = next((n for n in self._graph.calls if n.meta["key"].name == name), None)
+        error.failed_node = node  # type: ignore[attr-defined]
+        if node is not None and hasattr(error, "add_note"):
+            error.add_note(f"in the compiled step, at {name}")
+
+
+def first_run_error(error: Exception) -> CaptureError:
+    """What to raise instead of ``error``, which ended the first run of a capture."""
+    node: fx.Node | None = getattr(error, "failed_node", None)
+    what = f"the first run of the step failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return CaptureError(
+        what,
+        module_path=node.meta["key"].module if node is not None else None,
+        source_line=node.meta.get("source") if node is not None else None,
+        remedy="check that the same batch works in eager: dtypes (a float64 batch for a float32 model?) and index ranges show "
+        "only with real values; the original error is chained below",
+    )
 
 
 def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:

@@ -5,18 +5,17 @@ Checks are comparisons of flat lists with those of the last call, since every mi
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..capture import MODULE_INTERNALS, CapturedUpdate, ModuleTensors, group_constants, hypers_of, state_signature
+from ..capture import CapturedUpdate, ModuleTensors, group_constants, hypers_of, state_signature
 from ..errors import GuardError
 from ..torch_compat import has_step_hooks, metadata_guard
+from .attributes import AttributeWatch
 from .hooks import HookWatch
 from .identity import same_objects
 
@@ -39,14 +38,7 @@ class ModelGuard:
         self._seen = _values_of(self._filled)
         self._params = [h.tensor for h in tensors.params]
         self._hooks = HookWatch(self._modules, self._params)
-        self._plain = [m.__dict__ for m in self._modules]
-        self._buffers = [m._buffers for m in self._modules]
-        self._ignored: set[str] = set()
-        self._watched: list[tuple[dict[str, Any], str, str]] = []
-        self._containers: list[Any] = []
-        self._sizes: list[int] = []
-        self._seen_values: list[Any] = []
-        self._values_signature: Hashable = ()
+        self._attributes = AttributeWatch(self._named)
         self._params_unchanged: Callable[..., bool] = lambda *params: False
         self._params_metadata: Hashable = ()
         self._last: list[Any] = []
@@ -73,7 +65,7 @@ class ModelGuard:
             [m.training for m in self._modules],
             self._params_signature(),
             self._hooks.signature(),
-            self._attribute_signature(),
+            self._attributes.signature(),
             _ambient_state(),
         ]
         if now != self._last:
@@ -92,80 +84,19 @@ class ModelGuard:
 
     def ignore(self, paths: Iterable[str]) -> None:
         """Leaves attributes that forward itself changes out of the signature."""
-        self._ignored.update(paths)
-        self._sizes = []
-
-    def _attribute_signature(self) -> Hashable:
-        """Buffers and plain attributes of modules, such as ``Dropout.p``: numbers and strings by value, tensors by
-        metadata, functions by identity."""
-        sizes = list(map(len, [*self._plain, *self._buffers, *self._containers]))
-        if sizes != self._sizes:
-            self._watched = list(self._attributes_to_watch())
-            values = [d.get(name) for d, name, _ in self._watched]
-            self._containers = [v for v in values if isinstance(v, (list, dict))]
-            self._sizes = list(map(len, [*self._plain, *self._buffers, *self._containers]))
-            self._seen_values = []
-        now = [d.get(name) for d, name, _ in self._watched]
-        if not same_objects(now, self._seen_values):
-            self._seen_values = now
-            first: dict[int, int] = {}
-            tied = tuple(first.setdefault(id(v), i) for i, v in enumerate(now) if isinstance(v, Tensor))
-            self._values_signature = (tuple(map(_attribute_value, now)), tied)
-        return self._values_signature
+        self._attributes.ignore(paths)
 
     def differing_attributes(self, number: int, other: int) -> list[str]:
         """Numbers and strings in plain attributes by which two signatures differ; empty where anything else differs."""
         keys = {n: key for key, n in self._numbers.items()}
         mine, theirs = list(keys[number]), list(keys[other])  # type: ignore[call-overload]
         (values, tied), (other_values, other_tied) = mine.pop(_ATTRIBUTES), theirs.pop(_ATTRIBUTES)
-        if (
-            mine != theirs
-            or tied != other_tied
-            or len(values) != len(other_values)
-            or len(values) != len(self._watched)
-        ):
+        if mine != theirs or tied != other_tied:
             return []
-        changed = [
-            (path, isinstance(d.get(name), _PLAIN))
-            for (d, name, path), a, b in zip(self._watched, values, other_values, strict=True)
-            if a != b
-        ]
-        return [path for path, _ in changed] if all(is_plain for _, is_plain in changed) else []
-
-    def _attributes_to_watch(self) -> Iterator[tuple[dict[str, Any], str, str]]:
-        for path, module in self._named:
-            for name in module._buffers:
-                yield module._buffers, name, f"{path}.{name}"
-            for name, value in module.__dict__.items():
-                full = f"{path}.{name}" if path else name
-                is_internal = name in MODULE_INTERNALS or name in _UNREAD.get(type(module), ()) or full in self._ignored
-                if not is_internal and isinstance(value, _WATCHED):
-                    yield module.__dict__, name, full
+        return self._attributes.changed(values, other_values)
 
 
-_PLAIN = (bool, int, float, str)
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)  # a forward that was patched, an activation
-_WATCHED = (*_PLAIN, *_FUNCTIONS, Tensor, type(None), list, tuple, dict)
-_UNREAD: dict[type[nn.Module], tuple[str, ...]] = {  # attributes that forward of these very classes does not read
-    nn.Linear: ("in_features", "out_features"),
-    nn.Embedding: ("num_embeddings", "embedding_dim"),
-}
 _ATTRIBUTES = 3  # position in a signature
-
-
-def _attribute_value(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, _FUNCTIONS):
-        return value
-    if isinstance(value, (list, tuple, dict)):
-        items = value.values() if isinstance(value, dict) else value
-        return (type(value), tuple(_attribute_value(v) for v in items if isinstance(v, Tensor)))
-    if isinstance(value, (bool, int, str)):
-        return (type(value), value)
-    return type(value).__name__
 
 
 def _replaced(path: str, before: Any, now: Any) -> GuardError:

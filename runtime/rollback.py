@@ -41,6 +41,22 @@ def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         yield
 
 
+@contextmanager
+def restored_on_error(model: nn.Module) -> Iterator[None]:
+    """An error leaves buffers, tensors in plain attributes and the random streams as they were. Takes a copy of those."""
+    tensors = tensors_of(model)
+    states = rng_state({held.tensor.device for held in tensors.all})
+    storages = {storage_key(h.tensor): h.tensor.untyped_storage() for h in tensors.buffers + tensors.attributes}
+    copies = [(storage, storage.clone()) for storage in storages.values()]
+    try:
+        yield
+    except Exception:
+        for storage, copied in copies:
+            storage.copy_(copied)
+        set_rng_state(states)
+        raise
+
+
 def _put_data_back(tensor: Tensor, data: Tensor) -> None:
     """Undoes ``tensor.data = ...``."""
     if storage_key(tensor) != storage_key(data) or tensor.stride() != data.stride():

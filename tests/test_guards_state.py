@@ -221,7 +221,7 @@ def test_a_step_under_no_grad_or_inference_mode() -> None:
             with mode():
                 refusal = refusal_of(lambda: step(fixture.batch))  # noqa: B023
             if refusal is not None:
-                assert "grad" in refusal
+                assert "grad" in refusal or "inference_mode" in refusal
                 assert torch.equal(fixture.model[0].weight, start)
                 continue
             oracle.eager_steps(
