@@ -14,5 +14,6 @@ from .errors import StepGraphWarning as StepGraphWarning
 from .errors import VerificationError as VerificationError
 from .runtime import StepResult as StepResult
 from .runtime import VerifyReport as VerifyReport
+from .tools import Job as Job
 
 __version__ = _version("stepgraph")

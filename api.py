@@ -288,6 +288,13 @@ class TrainStep:
         return self._current[1].graph
 
     @property
+    def captured_graph(self) -> StepGraph:
+        """Forward and backward as they were captured, before any pass, of the graph that ran or was prepared last."""
+        if self._current is None:
+            raise ConfigError("nothing was captured yet: call the step, or step.prepare(batch), first")
+        return self._current[0].step.graph
+
+    @property
     def captures(self) -> int:
         """How many times forward and backward were captured."""
         return len(self._cache)

@@ -16,9 +16,14 @@ from .spec import LogicalKey as LogicalKey
 from .spec import OutputRole as OutputRole
 from .spec import OutputSpec as OutputSpec
 from .spec import Phase as Phase
+from .spec import describe_type as describe_type
+from .spec import type_of as type_of
 from .step_graph import StepGraph as StepGraph
 from .step_graph import family_of as family_of
 from .storage import StorageMap as StorageMap
+from .storage import storage_bytes as storage_bytes
 from .storage import storages_of as storages_of
 from .storage import tensors_in as tensors_in
 from .text import format_graph as format_graph
+from .text import format_operand as format_operand
+from .text import target_name as target_name

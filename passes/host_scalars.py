@@ -115,12 +115,16 @@ def _dtype_for(reader: fx.Node) -> torch.dtype:
 Spelling = Callable[[Callable[..., fx.Node], "dict[str, Any]"], fx.Node]
 
 
+def _scaled(call: Callable[..., fx.Node], value: Any, factor: Any) -> Any:
+    return call(aten.mul.Tensor, value, factor) if isinstance(factor, fx.Node) or factor != 1 else value
+
+
 def _add(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
-    return call(aten.add.Tensor, given["self"], call(aten.mul.Tensor, given["other"], given["alpha"]))
+    return call(aten.add.Tensor, given["self"], _scaled(call, given["other"], given["alpha"]))
 
 
 def _sub(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:
-    return call(aten.sub.Tensor, given["self"], call(aten.mul.Tensor, given["other"], given["alpha"]))
+    return call(aten.sub.Tensor, given["self"], _scaled(call, given["other"], given["alpha"]))
 
 
 def _addcmul(call: Callable[..., fx.Node], given: dict[str, Any]) -> fx.Node:

@@ -1,0 +1,3 @@
+"""Floor 6: the command line, and everything that prints or draws."""
+
+from .job import Job as Job

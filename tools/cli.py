@@ -1,0 +1,92 @@
+"""The ``stepgraph`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from pathlib import Path
+
+from ..errors import StepGraphError
+from ..graph import Phase
+from .dump import Dump, Selection
+from .job import load_job
+from .presets import PRESETS
+
+_JOB = f"a preset ({', '.join(PRESETS)}), package.module:function, or a YAML or JSON file"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["demo"]:
+        return _demo(arguments[1:])
+    args = _parser().parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except StepGraphError as error:
+        print(f"stepgraph: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `stepgraph dump ... | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stepgraph", description="Look at compiled PyTorch training steps.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("demo", help="train a small GPT on real text; takes the options of examples/train_gpt.py")
+    dump = commands.add_parser("dump", help="print the graph of a training step", description="Prints a step graph.")
+    dump.set_defaults(run=_dump)
+    dump.add_argument("job", metavar="JOB", help=_JOB)
+    dump.add_argument("--stage", choices=("rewritten", "captured"), default="rewritten", help="(%(default)s)")
+    dump.add_argument("--phase", choices=[str(p) for p in Phase], help="only this phase")
+    dump.add_argument("--module", metavar="PATH", help="only this module or parameter, and what is below it")
+    dump.add_argument("--around", metavar="NODE", help="only the neighbourhood of %%36, of a key, or of a node name")
+    dump.add_argument("--radius", type=_count, default=6, help="operators before and after --around (%(default)s)")
+    dump.add_argument("--width", type=_count, default=100, help="longest line (%(default)s)")
+    dump.add_argument("--no-fold", action="store_true", help="print repeated blocks and long operand lists in full")
+    dump.add_argument("--json", action="store_true", help="one record for each operator")
+    dump.add_argument(
+        "--first", action="store_true", help="the first step, which creates the optimizer's state; runs nothing"
+    )
+    dump.add_argument("--numerics", choices=("exact", "fast"), help="instead of the job's")
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number
+
+
+def _dump(args: argparse.Namespace) -> int:
+    job = load_job(args.job)
+    options = {} if args.numerics is None else {"numerics": args.numerics}
+    step = job.compile(**options, lowering="eager")
+    if not args.first:
+        step(job.batch)  # creates the optimizer's state; what follows is the update of every later step
+    rewritten = step.prepare(job.batch)
+    graph = rewritten if args.stage == "rewritten" else step.captured_graph
+    dump = Dump(graph, width=args.width, folds=not args.no_fold)
+    phase = None if args.phase is None else Phase(args.phase)
+    selection = Selection(phase, args.module, args.around, args.radius)
+    print(json.dumps(dump.records(selection), indent=1) if args.json else dump.text(selection))
+    return 0
+
+
+def _demo(arguments: list[str]) -> int:
+    script = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *arguments]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
