@@ -37,8 +37,10 @@ format: $(STAMP)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## the runtime's own time per call
+bench: $(STAMP)  ## step time, capture time, the runtime's own time; half an hour on a quiet machine
 	$(BIN)/python benchmarks/call_overhead.py
+	$(BIN)/python benchmarks/capture_time.py
+	$(BIN)/python benchmarks/step_time.py
 
 clean:  ## remove what the other targets made
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Time to capture a model: stepgraph's forward and backward against Dynamo with AOTAutograd, without any code generation.
 
-Both start from a fresh model in one process, after one warm-up that imports what they need. Dynamo's backend compiles nothing, so that
-what is timed is capture alone; stepgraph's time has the graph's rewriting and verification in it too.
+Both start from a fresh model in one process, after one warm-up that imports what they need. Dynamo's backend compiles nothing, so
+that what is timed is capture alone; stepgraph's time has the update, the rewriting and the verification of the graph in it too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def with_stepgraph(name: str) -> float:
 
 
 def with_dynamo(name: str) -> float:
-    """Seconds of Dynamo and AOTAutograd on a fresh model: the first forward and backward, less a second one that is compiled."""
+    """Seconds of Dynamo and AOTAutograd on a fresh model: a first forward and backward, less a second one, already compiled."""
     model, _, batch, _ = preset_parts(name)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=aot_autograd(fw_compiler=lambda module, inputs: module))
