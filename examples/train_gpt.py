@@ -277,8 +277,8 @@ def plot(history: History, title: str, path: Path) -> None:
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(9, 5.6), dpi=160, sharex=True, height_ratios=(3, 2), layout="constrained"
         )
-        top.plot(steps, losses, color=blue, alpha=0.3, linewidth=1, label="of each step")
-        top.plot(steps, smooth(losses), color=blue, linewidth=2.2, label="train, with dropout")
+        top.plot(steps, losses, color=blue, alpha=0.3, linewidth=1, label="train, each step")
+        top.plot(steps, smooth(losses), color=blue, linewidth=2.2, label="train, smoothed")
         points = list(history.held_out.items())
         if points:
             top.plot(*zip(*points, strict=True), **dots, color=orange, label="held out, without dropout")
