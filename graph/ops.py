@@ -15,6 +15,7 @@ NONFINITE_GRAD = 3  # 3 + i: the i-th gradient is the first that is not finite
 
 
 _library = torch.library.Library("stepgraph", "FRAGMENT")
+KERNELS: dict[Any, Callable[..., Any]] = {}  # what each operator runs, for executors that need no dispatcher
 
 
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -22,6 +23,7 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
     name = _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"stepgraph::{name}", fake, lib=_library)
+    KERNELS[getattr(torch.ops.stepgraph, name).default] = run
 
 
 def nonfinite_code(loss: Tensor, norm: Tensor, grads: list[Tensor], norm_decides: bool) -> Tensor:

@@ -22,8 +22,7 @@ class GradNorm(Pass):
     """Adds the norm of the concatenation of all gradients, as the output ``norm``.
 
     Bitwise what ``torch.nn.utils.get_total_norm`` returns for the gradients of ``model.parameters()``: a norm for each
-    gradient, grouped by device and dtype in the same order and with the same kernels, then the norm of those. With
-    ``separate`` (fast tier) no kernel spans several gradients, so that a compiler can fuse; the last bits may differ.
+    gradient, grouped by device and dtype in the same order and with the same kernels, then the norm of those.
     """
 
     name: ClassVar[str] = "grad_norm"
@@ -32,7 +31,6 @@ class GradNorm(Pass):
     touches: ClassVar[frozenset[Phase]] = frozenset({Phase.NORM})
 
     norm_type: float = 2.0
-    separate: bool = False
 
     def run(self, graph: StepGraph) -> PassResult:
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
@@ -46,7 +44,7 @@ class GradNorm(Pass):
         return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": len(norms)})
 
     def _norms_of(self, graph: StepGraph, group: list[fx.Node]) -> list[fx.Node]:
-        if self.separate or not norm_uses_foreach(group[0].meta["val"].device):
+        if not norm_uses_foreach(group[0].meta["val"].device):
             return [add_norm_call(graph, aten.linalg_vector_norm.default, (g, self.norm_type)) for g in group]
         all_norms = add_norm_call(graph, aten._foreach_norm.Scalar, (group, self.norm_type))
         return [add_norm_call(graph, operator.getitem, (all_norms, i)) for i in range(len(group))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..graph import InputRole, Phase, StepGraph, effects_of, is_scalar_function, storages_of, written_nodes
+from ..graph import InputRole, Phase, StepGraph, effects_of, is_scalar_function
 from .base import Pass, PassResult
 
 aten = torch.ops.aten
@@ -20,9 +21,9 @@ class HostScalars(Pass):
     """Fast tier. Makes an update that was traced tensor by tensor fit for a compiler.
 
     A for-loop optimizer computes in Python numbers what depends on hyperparameters and step counts (bias corrections), and
-    passes them to operators. Those computations are moved to the beginning of the update, where they run as in eager; the
-    results are packed into one vector, and each operator reads its entry as a 0-dim tensor. So nothing of a schedule is
-    compiled in, and a compiler sees tensors only. ``a + alpha * b`` and the like are spelled out.
+    passes them to operators. Those computations are moved to the beginning of the update, where Python does them as in eager,
+    counting steps ahead; the results are packed into one vector, and each operator reads its entry as a 0-dim tensor. So
+    nothing of a schedule is compiled in, and a compiler sees tensors only. ``a + alpha * b`` and the like are spelled out.
 
     Results differ from eager's by rounding: a scalar is rounded to the tensor's dtype before the operation, and spelled-out
     operators round once more. Nothing is changed where an operator takes a number in a way that is not known here.
@@ -33,64 +34,103 @@ class HostScalars(Pass):
 
     def run(self, graph: StepGraph) -> PassResult:
         update = [n for n in graph.calls if n.meta["phase"] is Phase.UPDATE]
-        host = _host_nodes(graph, update)
+        counting = _counting(graph, update)
+        host = _host_nodes(graph, update, counting)
         readers = [n for n in update if n not in host and any(map(_is_number, n.all_input_nodes))]
         if not host or not all(map(_can_take_tensors, readers)):
             return PassResult(False)
-        merged = _merged(graph, [n for n in update if n in host])
-        update = [n for n in update if n not in merged]
+        host_order = [n for n in update if n in host]
         anchor = next(n for n in update if n not in host)
-        for node in update:
-            if node in host:
-                anchor.prepend(node)
+        for node in host_order:
+            anchor.prepend(node)
         with graph.graph.inserting_before(anchor):
+            host_order = _counted_in_python(graph, host_order, counting)
+            _merge(graph, host_order)
             entries = _packed(graph, readers)
         for node in readers:
             _take_tensors(graph, node, entries)
         return PassResult(True, intended={"operators": len(readers)}, touched={"operators": len(readers)})
 
 
-def _merged(graph: StepGraph, host: list[fx.Node]) -> set[fx.Node]:
+def _counting(graph: StepGraph, update: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Calls that advance a count of the state on the CPU by a whole number, exactly in every dtype, and what they advance."""
+    specs = zip(graph.placeholders, graph.inputs, strict=True)
+    counters = {n for n, s in specs if s.role is InputRole.STATE and n.meta["val"].ndim == 0 and _on_cpu(n)}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in update:
+        operand = node.args[0] if node.args else None
+        is_known = isinstance(operand, fx.Node) and (operand in counters or operand in found)
+        if node.target is aten.add_.Tensor and is_known and not node.kwargs and isinstance(node.args[1], int):
+            found[node] = operand  # type: ignore[assignment]
+    return found
+
+
+_ITEM = aten._local_scalar_dense.default
+
+
+def _host_nodes(graph: StepGraph, update: list[fx.Node], counting: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Calls that give Python numbers and depend on hyperparameters and counts alone."""
+    specs = zip(graph.placeholders, graph.inputs, strict=True)
+    known = {n for n, s in specs if s.role is InputRole.HYPER} | counting.keys() | set(counting.values())
+    host: set[fx.Node] = set()
+    for node in update:
+        gives_a_number = is_scalar_function(node.target) or node.target is _ITEM
+        if gives_a_number and all(n in known or n in host for n in node.all_input_nodes):
+            host.add(node)
+    return host
+
+
+def _counted_in_python(graph: StepGraph, host: list[fx.Node], counting: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """Lets Python count ahead: what it read from an advanced count, it computes from the count before.
+
+    Returns the computations that are left, in order.
+    """
+    before: dict[fx.Node, fx.Node] = {}
+    order: list[fx.Node] = []
+
+    def value_of(count: fx.Node) -> fx.Node:
+        if count not in before:
+            module = count.meta["key"].module if count.op == "call_function" else "optimizer"
+            if count in counting:
+                operands = (value_of(counting[count]), count.args[1])
+                before[count] = _call(graph, operator.add, operands, module)
+            else:
+                before[count] = _call(graph, _ITEM, (count,), module)
+            order.append(before[count])
+        return before[count]
+
+    for node in host:
+        if node.target is _ITEM and node.args[0] in counting:
+            with graph.graph.inserting_before(node):
+                value = value_of(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(value)
+            graph.graph.erase_node(node)
+        else:
+            order.append(node)
+    return order
+
+
+def _merge(graph: StepGraph, host: list[fx.Node]) -> None:
     """Removes computations of the same number from the same numbers; a for-loop repeats them for each parameter."""
     first: dict[Any, fx.Node] = {}
-    merged = set()
     for node in host:
         if is_scalar_function(node.target) and not node.kwargs:
             known = first.setdefault((node.target, node.args), node)
             if known is not node:
                 node.replace_all_uses_with(known)
                 graph.graph.erase_node(node)
-                merged.add(node)
-    return merged
 
 
 def _is_number(node: fx.Node) -> bool:
     return node.op == "call_function" and not isinstance(node.meta["val"], (torch.Tensor, list, tuple, type(None)))
 
 
-def _host_nodes(graph: StepGraph, update: list[fx.Node]) -> set[fx.Node]:
-    """Nodes of the update that compute from hyperparameters and step counts alone, and no other node sees them half done."""
-    specs = zip(graph.placeholders, graph.inputs, strict=True)
-    counters = {n for n, s in specs if s.role is InputRole.STATE and n.meta["val"].ndim == 0 and _on_cpu(n)}
-    hypers = {n for n, s in zip(graph.placeholders, graph.inputs, strict=True) if s.role is InputRole.HYPER}
-    while True:
-        known = counters | hypers
-        host: set[fx.Node] = set()
-        for node in update:
-            computes_a_number = is_scalar_function(node.target) or node.target is aten._local_scalar_dense.default
-            counts = set(written_nodes(node)) <= (counters | host) and bool(effects_of(node).writes)
-            if (computes_a_number or counts) and all(n in known or n in host for n in node.all_input_nodes):
-                host.add(node)
-        written = {key for node in host for operand in written_nodes(node) for key in storages_of(operand)}
-        others = (n for node in update if node not in host for n in node.all_input_nodes)
-        shared = written & {key for n in others for key in storages_of(n)}
-        if not shared:
-            return host
-        counters = {n for n in counters if shared.isdisjoint(storages_of(n))}
-
-
 def _on_cpu(node: fx.Node) -> bool:
     return bool(node.meta["val"].device.type == "cpu")
+
+
+def _call(graph: StepGraph, target: Any, args: tuple[Any, ...], module: str) -> fx.Node:
+    return graph.add_call(target, args, module=module, phase=Phase.UPDATE)
 
 
 def _packed(graph: StepGraph, readers: list[fx.Node]) -> dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, int]]:

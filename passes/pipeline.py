@@ -28,9 +28,9 @@ def training_passes(
 ) -> list[Pass]:
     """The passes of a training step, in order.
 
-    ``for_compiler`` is the fast tier: norm, clip and update in a form that a compiler can fuse, rounded differently.
+    ``for_compiler`` is the fast tier: clip and update in a form that a compiler can fuse, rounded differently.
     """
-    passes: list[Pass] = [Clean(), GradNorm(separate=for_compiler)]
+    passes: list[Pass] = [Clean(), GradNorm()]
     if max_norm:
         passes.append(Clip(max_norm=float(max_norm), separate=for_compiler))
     if nonfinite != "ignore":

@@ -15,9 +15,12 @@ from torch import fx
 
 from ..errors import CaptureError
 from ..graph import StepGraph, effects_of
+from ..graph.ops import KERNELS
 from ..torch_compat import grad_mode_below_autograd
 
 _numbers = count()
+# What runs in the place of an operator without a way through the dispatcher.
+_DIRECT: dict[Any, Callable[..., Any]] = {**KERNELS, torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
 
 
 class Executor:
@@ -97,7 +100,7 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
         names[node] = f"v{i}"
         args = [_literal(a, names, constants) for a in node.args]
         args += [f"{k}={_literal(v, names, constants)}" for k, v in node.kwargs.items()]
-        function = constants.add(node.target, "f")
+        function = constants.add(_DIRECT.get(node.target, node.target), "f")
         lines.append(f"{indent}{names[node]} = {function}({', '.join(args)})  # {node.meta['key'].name}")
         if is_gated:
             behind_gate.append(node)

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..graph import UNINITIALISED, Phase, StepGraph, effects_of, family_of, is_scalar_function, storages_of
+from ..graph import (
+    UNINITIALISED,
+    Phase,
+    StepGraph,
+    effects_of,
+    family_of,
+    is_scalar_function,
+    storages_of,
+)
 
 _NEED_GRAD_MODE = frozenset({"mkldnn_rnn_layer"})  # a compiled region runs without grad mode, which these depend on
 
