@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n auto
 
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all lint format bench gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -41,6 +41,9 @@ bench: $(STAMP)  ## step time, capture time, the runtime's own time; half an hou
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/capture_time.py
 	$(BIN)/python benchmarks/step_time.py
+
+gpu-check: $(STAMP)  ## what only a GPU can show, in at most six minutes; writes docs/gpu.md
+	$(BIN)/python benchmarks/gpu_check.py
 
 clean:  ## remove what the other targets made
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""The benchmarks' own arithmetic, and that each of them runs; nothing here asserts a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from . import test_scripts
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Loads a benchmark by name, as running it would."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def loaded(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded
+
+
+def test_ratios_are_of_medians_with_an_interval_around_them(load) -> None:
+    harness = load("harness")
+    result = harness.Measurement({"a": [2.0, 2.2, 1.8, 2.0, 9.0], "b": [1.0, 1.1, 0.9, 1.0, 1.0]})
+    ratio = result.ratio("a", "b")
+    assert ratio.value == 2.0
+    assert ratio.low <= 2.0 <= ratio.high
+    assert (ratio.low, ratio.high) == (result.ratio("a", "b").low, result.ratio("a", "b").high)
+    assert result.ratio("b", "a").value == 0.5
+    assert result.as_json()["median_seconds"] == {"a": 2.0, "b": 1.0}
+
+
+def test_disturbed_rounds_are_discarded(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = load("harness")
+    controls = iter([1.0, 1.0, 1.0, 1.5, 1.0, 1.02])
+    monkeypatch.setattr(harness, "control_seconds", lambda: next(controls))
+    calls: list[str] = []
+    result = harness.measure({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2, calls=3)
+    assert result.discarded == 1
+    assert [len(seconds) for seconds in result.seconds.values()] == [2, 2]
+    assert calls == ["a", "b", *(["a"] * 3 + ["b"] * 3) * 3]
+
+
+def test_a_machine_that_is_too_busy_is_told(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = load("harness")
+    flip = iter(range(100))
+    monkeypatch.setattr(harness, "control_seconds", lambda: 1.0 + next(flip) % 2)
+    with pytest.raises(RuntimeError, match="too busy to measure"):
+        harness.measure({"a": lambda: None}, rounds=3)
+
+
+def test_flops_of_a_model_follow_its_weights_and_tokens(load) -> None:
+    step_time = load("step_time")
+    small, large = step_time.Size(64, 1, 1, 8, 1, 1), step_time.Size(64, 1, 2, 8, 1, 1)
+    model = step_time.build(small)
+    assert step_time.flops(large, model) == 2 * step_time.flops(small, model)
+    weights = 4 * 64 * 64 + 3 * 64 * 168 + 64 * 256
+    assert step_time.flops(small, model) == 6 * weights * 8 + 3 * (2 * 2 * 8**2 * 64 / 2)
+
+
+def test_gpu_check_compares_bit_for_bit(load) -> None:
+    """On the CPU, up to the last call: the same comparison and the same page."""
+    gpu_check = load("gpu_check")
+    assert gpu_check.bitwise("cpu", ["gpt-demo", "resnet-tiny"])[2:] == [
+        "| gpt-demo | bitwise equal |",
+        "| resnet-tiny | bitwise equal |",
+    ]
+
+
+def test_gpu_check_without_a_gpu_says_so(load, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("gpu_check").main(["--device", "cuda"]) == (0 if __import__("torch").cuda.is_available() else 1)
+    assert "no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_benchmarks_run(tmp_path: Path) -> None:
+    test_scripts.run("benchmarks/capture_time.py", "--rounds", "1", "--models", "resnet-tiny")
+    results = json.loads((BENCHMARKS / "results" / "capture_time.json").read_text())
+    assert results["models"]["resnet-tiny"]["stepgraph_seconds"] > 0
+    page = tmp_path / "gpu.md"
+    test_scripts.run(
+        "benchmarks/gpu_check.py", "--device", "cpu", "--presets", "llama-tiny", "--timed", "llama-tiny", "--calls", "1",
+        "--out", page,
+    )  # fmt: skip
+    text = page.read_text()
+    assert "| llama-tiny | bitwise equal |" in text
+    assert "failed" not in text
