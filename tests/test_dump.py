@@ -27,7 +27,7 @@ def dumped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize("job", ["llama-tiny", "bert-tiny", "resnet-tiny"])
 def test_golden(job: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
     text = dumped(capsys, job)
-    path = GOLDEN / f"dump_{job}.txt"
+    path = GOLDEN / "dump" / f"{job}.txt"
     if request.config.getoption("--update-golden"):
         path.write_text(text)
     assert text == path.read_text()
