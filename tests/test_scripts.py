@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SMALL = ["--steps", "6", "--layers", "1", "--heads", "2", "--width", "32", "--context", "16", "--batch", "4"]
 
@@ -60,3 +62,16 @@ def test_overhead_benchmark_writes_json(tmp_path: Path) -> None:
     result = json.loads(out.read_text())
     assert 0 < result["runtime_seconds"] < result["step_seconds"]
     assert "runtime alone" in text
+
+
+@pytest.mark.slow
+def test_loss_curves_of_the_fast_tier_overlap_with_eagers(tmp_path: Path) -> None:
+    """200 steps from the same weights, batches and dropout masks: rounding grows, and the curves stay together."""
+    size = ["--steps", "200", "--layers", "2", "--heads", "2", "--width", "64"]
+    run("examples/train_gpt.py", *size, "--numerics", "fast", "--out", tmp_path / "fast")
+    run("examples/train_gpt.py", *size, "--eager", "--out", tmp_path / "eager")
+    fast, eager = ([float(row["loss"]) for row in rows(tmp_path / kind / "train.csv")] for kind in ("fast", "eager"))
+    assert len(fast) == len(eager) == 200
+    assert fast[:20] == pytest.approx(eager[:20], rel=1e-4)
+    assert max(abs(a - b) for a, b in zip(fast, eager, strict=True)) < 0.02
+    assert eager[-1] < eager[0] - 2
