@@ -231,5 +231,7 @@ def test_zoo_in_the_fast_tier(name: str) -> None:
     model = zoo.ZOO[name]
     with fixtures.seeded(0):
         built = model.build()
-    step = compiled(built, fixtures.own_loss)
+    # Adam divides a gradient by its own size, so that in 16 bit a rounded gradient moves parameters far; SGD is linear in it
+    optimizer = "adamw_fused" if model.dtype is torch.float32 else "sgd"
+    step = compiled(built, fixtures.own_loss, optimizer)
     assert_close_for_steps(step, [model.batch(seed, model.masks[-1]) for seed in range(3)])
