@@ -283,16 +283,12 @@ class TrainStep:
     @property
     def graph(self) -> StepGraph:
         """The rewritten graph that ran last, or was prepared last."""
-        if self._current is None:
-            raise ConfigError("nothing was captured yet: call the step, or step.prepare(batch), first")
-        return self._current[1].graph
+        return self._latest()[1].graph
 
     @property
     def captured_graph(self) -> StepGraph:
         """Forward and backward as they were captured, before any pass, of the graph that ran or was prepared last."""
-        if self._current is None:
-            raise ConfigError("nothing was captured yet: call the step, or step.prepare(batch), first")
-        return self._current[0].step.graph
+        return self._latest()[0].step.graph
 
     @property
     def captures(self) -> int:
@@ -336,6 +332,11 @@ class TrainStep:
         if self.last_verification is not None:
             lines.append(f"first step: {self.last_verification}")
         return "\n".join(lines)
+
+    def _latest(self) -> tuple[CompiledBatch, Variant]:
+        if self._current is None:
+            raise ConfigError("nothing was captured yet: call the step, or step.prepare(batch), first")
+        return self._current
 
     def _compiled_for(self, batch: Any) -> tuple[CompiledBatch, Variant, FlatBatch]:
         if is_capturing():

@@ -49,7 +49,7 @@ class HostScalars(Pass):
             entries = _packed(graph, readers)
         for node in readers:
             _take_tensors(graph, node, entries)
-        return PassResult(True, intended={"operators": len(readers)}, touched={"operators": len(readers)})
+        return PassResult(True)
 
 
 def _counting(graph: StepGraph, update: list[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -58,10 +58,11 @@ def _counting(graph: StepGraph, update: list[fx.Node]) -> dict[fx.Node, fx.Node]
     counters = {n for n, s in specs if s.role is InputRole.STATE and n.meta["val"].ndim == 0 and _on_cpu(n)}
     found: dict[fx.Node, fx.Node] = {}
     for node in update:
-        operand = node.args[0] if node.args else None
-        is_known = isinstance(operand, fx.Node) and (operand in counters or operand in found)
-        if node.target is aten.add_.Tensor and is_known and not node.kwargs and isinstance(node.args[1], int):
-            found[node] = operand  # type: ignore[assignment]
+        if node.target is not aten.add_.Tensor or node.kwargs or not isinstance(node.args[1], int):
+            continue
+        operand = node.args[0]
+        if isinstance(operand, fx.Node) and (operand in counters or operand in found):
+            found[node] = operand
     return found
 
 
@@ -139,9 +140,7 @@ def _packed(graph: StepGraph, readers: list[fx.Node]) -> dict[tuple[fx.Node, tor
     entries: dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, int]] = {}
     for dtype in dict.fromkeys(dtype for _, dtype in wanted):
         numbers = [number for number, d in wanted if d is dtype]
-        vector = graph.add_call(
-            torch.ops.stepgraph.pack.default, (numbers, dtype), module="optimizer", phase=Phase.UPDATE
-        )
+        vector = _call(graph, torch.ops.stepgraph.pack.default, (numbers, dtype), "optimizer")
         entries.update(((number, dtype), (vector, i)) for i, number in enumerate(numbers))
     return entries
 
@@ -221,7 +220,7 @@ def _take_tensors(
     module, dtype = node.meta["key"].module, _dtype_for(node)
 
     def call(target: Any, *args: Any) -> fx.Node:
-        return graph.add_call(target, args, module=module, phase=Phase.UPDATE)
+        return _call(graph, target, args, module)
 
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema

@@ -55,7 +55,7 @@ class AttributeWatch:
         self._sizes = []
 
     def signature(self) -> tuple[Any, ...]:
-        """Values in order of :meth:`paths`, and which tensors are one; the same object where nothing has changed."""
+        """The values in a fixed order, and which tensors are one; the same object where nothing has changed."""
         sizes = list(map(len, self._dicts))
         if sizes != self._sizes:
             self._sizes, self._seen = sizes, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -54,12 +54,12 @@ def deviations(
     errors: dict[str, tuple[Tensor, Tensor]] = {}
     for name, mine in eager.items():
         theirs = other.get(name)
-        if not (_is_floating(mine) and _is_floating(theirs) and mine.shape == theirs.shape):  # type: ignore[union-attr]
+        if not (_is_floating(mine) and _is_floating(theirs) and mine.shape == theirs.shape):
             continue
-        if not torch.equal(mine.isfinite(), theirs.isfinite()):  # type: ignore[union-attr]
+        if not torch.equal(mine.isfinite(), theirs.isfinite()):
             yield Deviation(name, float("inf"))
             continue
-        value, error = mine.double(), (mine.double() - theirs.double()).abs()  # type: ignore[union-attr]
+        value, error = mine.double(), (mine.double() - theirs.double()).abs()
         if name in before:
             error = (error - 2 * torch.finfo(mine.dtype).eps * value.abs()).clamp_min(0.0)
             value = value - before[name].double()
@@ -82,5 +82,5 @@ def _kind(name: str) -> str:
     return f"state {rest.rpartition('/')[2]}" if first == "state" else first
 
 
-def _is_floating(value: Any) -> bool:
+def _is_floating(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.is_floating_point()

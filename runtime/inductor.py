@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import StepGraph, written_nodes
+from ..graph import StepGraph, family_of, written_nodes
 from ..torch_compat import compile_with_inductor
 from .progress import waiting
 from .regions import Region, allocates_for_a_draw, regions_of
@@ -61,7 +61,7 @@ def lowered(graph: StepGraph, compiled: CompiledRegions, *, compiles_update: boo
     result.output(fx.map_arg(graph.output_node.args[0], values.__getitem__))
     lowered_graph = StepGraph(result, graph.inputs, graph.outputs, fake_mode=graph.fake_mode, constants=graph.constants)
     for call, region in regions:
-        lowered_graph.assign_key(call, "", CompiledRegion.__name__, region.nodes[0].meta["phase"])
+        lowered_graph.assign_key(call, "", family_of(call.target), region.nodes[0].meta["phase"])
     return lowered_graph
 
 

@@ -15,7 +15,6 @@ from ..graph import (
     StepGraph,
     effects_of,
     family_of,
-    is_scalar_function,
     storages_of,
 )
 
@@ -70,10 +69,10 @@ def _at_first_commitment(graph: StepGraph) -> tuple[list[fx.Node], list[fx.Node]
 
 
 def is_compilable(node: fx.Node) -> bool:
-    """Whether a call takes and gives tensors only, and has no effect but declared writes and random draws."""
+    """Whether a call takes and gives tensors only, and has no effect but declared writes."""
     if node.target is operator.getitem:
         return is_compilable(node.all_input_nodes[0])
-    if not isinstance(node.target, torch._ops.OpOverload) or is_scalar_function(node.target):
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target.namespace not in ("aten", "prims") or family_of(node.target) in _NEED_GRAD_MODE:
         return False

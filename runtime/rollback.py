@@ -31,8 +31,8 @@ def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         _undo_optimizer(undo, optimizer)
         for param in model.parameters():
             undo.callback(setattr, param, "grad", param.grad)
-        for storage in {storage_key(t): t.untyped_storage() for t in tensors + owned}.values():
-            undo.callback(storage.copy_, storage.clone())
+        for storage, copied in _copied_storages(tensors + owned):
+            undo.callback(storage.copy_, copied)
         for tensor in tensors:
             undo.callback(_put_data_back, tensor, tensor.detach())
         undo.callback(ModuleState(model).restore)
@@ -46,8 +46,7 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
     """An error leaves buffers, tensors in plain attributes and the random streams as they were. Takes a copy of those."""
     tensors = tensors_of(model)
     states = rng_state({held.tensor.device for held in tensors.all})
-    storages = {storage_key(h.tensor): h.tensor.untyped_storage() for h in tensors.buffers + tensors.attributes}
-    copies = [(storage, storage.clone()) for storage in storages.values()]
+    copies = _copied_storages([held.tensor for held in tensors.buffers + tensors.attributes])
     try:
         yield
     except Exception:
@@ -55,6 +54,12 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
             storage.copy_(copied)
         set_rng_state(states)
         raise
+
+
+def _copied_storages(tensors: list[Tensor]) -> list[tuple[Any, Any]]:
+    """Each storage behind the tensors once, with a copy of it."""
+    storages = {storage_key(t): t.untyped_storage() for t in tensors}
+    return [(storage, storage.clone()) for storage in storages.values()]
 
 
 def _put_data_back(tensor: Tensor, data: Tensor) -> None:
