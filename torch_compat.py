@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource  # seen in 2.13
+from torch._subclasses.fake_impls import fast_detach  # seen in 2.13
 from torch._subclasses.fake_tensor import (  # seen in 2.13
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,10 +23,12 @@ from torch._subclasses.fake_tensor import (  # seen in 2.13
     UnsupportedFakeTensorException,
 )
 from torch.fx.experimental.proxy_tensor import (  # seen in 2.13
+    ProxyTorchDispatchMode,
     PythonKeyTracer,
+    _ProxyTensor,
     get_proxy_mode,
     get_proxy_slot,
-    make_fx,
+    track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import (  # seen in 2.13
     DimDynamic,
@@ -52,8 +55,10 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "GraphTracer",
     "GuardOnDataDependentSymNode",
     "OPTIMIZER_BOOKKEEPING",
+    "ProxyTorchDispatchMode",
     "ShapeEnv",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
@@ -65,6 +70,7 @@ __all__ = [
     "default_foreach",
     "device_and_dtype_groups",
     "dispatch_modes_disabled",
+    "fake_snapshot",
     "foreach_norm_by_default",
     "forget_constant",
     "free_unbacked_symbols",
@@ -72,18 +78,21 @@ __all__ = [
     "grad_mode_below_autograd",
     "has_post_accumulate_hooks",
     "has_step_hooks",
+    "has_symbolic_shape",
     "hyper_scalar",
-    "make_fx",
+    "is_composite",
     "mark_stepped",
     "metadata_guard",
     "module_hooks_of",
-    "node_creation_observed",
     "parameter_hooks_of",
     "pytree",
     "sequence_number_of",
     "storage_key",
     "tensor_hooks_of",
     "traced_node",
+    "track_fixed_shape",
+    "track_tensor_tree",
+    "tracked_tensor",
 ]
 
 
@@ -155,21 +164,62 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def node_creation_observed(on_create: Callable[[torch.fx.Node], None]) -> Iterator[None]:
-    """Within the context, calls ``on_create`` with every node that ``make_fx`` records."""
-    original = PythonKeyTracer.create_node
+class GraphTracer(PythonKeyTracer):
+    """Holds the graph that :class:`ProxyTorchDispatchMode` records into.
 
-    def create_node(self: PythonKeyTracer, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        node = original(self, *args, **kwargs)
-        on_create(node)
+    Attribute names and ``create_arg`` seen in 2.13.
+
+    Args:
+        on_create: called with every node, before its operator runs.
+
+    Attributes:
+        graph: the nodes.
+        root: the module that holds the real tensors that the graph reads by name.
+    """
+
+    def __init__(self, on_create: Callable[[torch.fx.Node], None]) -> None:
+        super().__init__()
+        self.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        self.root = torch.nn.Module()
+        self.tensor_attrs: dict[Any, str] = {}
+        self.submodule_paths = None
+        self._on_create = on_create
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """As in torch, and tells ``on_create``."""
+        node = super().create_node(*args, **kwargs)
+        self._on_create(node)
         return node
 
-    PythonKeyTracer.create_node = create_node  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        PythonKeyTracer.create_node = original  # type: ignore[method-assign]
+    def operand(self, value: Any) -> Any:
+        """The node that stands for a recorded tensor or symbol; other values become constants of the graph."""
+        known = self.unwrap_proxy(value)
+        return known.node if isinstance(known, torch.fx.Proxy) else self.create_arg(value)
+
+
+def tracked_tensor(tensor: Tensor, tracer: GraphTracer) -> Any:
+    """What the trace knows of a tensor (``.proxy.node``, ``.constant``), or None. ``tensor_tracker`` seen in 2.13."""
+    return tracer.tensor_tracker.get(tensor)
+
+
+def track_fixed_shape(tensor: Tensor, node: torch.fx.Node, tracer: GraphTracer) -> None:
+    """``track_tensor_tree`` for a tensor without symbols: ``node`` stands for it from now on."""
+    tracer.tensor_tracker[tensor] = _ProxyTensor(torch.fx.Proxy(node, tracer), None)
+
+
+def fake_snapshot(fake: FakeTensor) -> FakeTensor:
+    """A fake tensor on the same memory, outside of autograd. ``fast_detach`` seen in 2.13."""
+    return fast_detach(fake.fake_mode, fake)
+
+
+def has_symbolic_shape(fake: Tensor) -> bool:
+    """Whether a size or stride of a fake tensor is a symbol. ``_has_symbolic_sizes_strides`` seen in 2.13."""
+    return bool(fake._has_symbolic_sizes_strides)
+
+
+def is_composite(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator is defined by others (CompositeImplicitAutograd). ``_can_decompose`` seen in 2.13."""
+    return operator._can_decompose()
 
 
 def hyper_scalar(fake: Tensor, value: float, name: str, shape_env: ShapeEnv) -> Any:

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -68,6 +68,11 @@ def autocast_cache() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
+    """Within the context, what the user gave to ``torch.compile`` runs uncompiled, so that a trace sees into it."""
+    return cast("contextlib.AbstractContextManager[Any]", torch.compiler.set_stance("force_eager"))
 
 
 _REFUSED: tuple[tuple[Any, str, str], ...] = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..graph import Phase
-from ..torch_compat import autograd_sequence_number, node_creation_observed, sequence_number_of, traced_node
+from ..torch_compat import autograd_sequence_number, sequence_number_of, traced_node
 
 _HIDDEN_FRAMES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _TORCH_DIR = _HIDDEN_FRAMES[0] + os.sep
@@ -52,12 +52,6 @@ class TraceContext:
     def module_path(self) -> str:
         """Path of the innermost running module that belongs to the model; "" is the root or outside of it."""
         return self._stack[-1] if self._stack else ""
-
-    @contextlib.contextmanager
-    def labelling(self) -> Iterator[None]:
-        """Within the context, every node that ``make_fx`` records is labelled."""
-        with node_creation_observed(self._label):
-            yield
 
     @contextlib.contextmanager
     def following_modules(self) -> Iterator[None]:
@@ -111,7 +105,8 @@ class TraceContext:
 
         return prehook
 
-    def _label(self, node: fx.Node) -> None:
+    def label(self, node: fx.Node) -> None:
+        """Notes where a node comes from; to be called when it is created."""
         if node.op == "placeholder":
             return
         if self.phase is Phase.FORWARD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 from ..errors import CaptureError, StepGraphError
@@ -46,6 +47,13 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
             source_line=line,
             remedy="express the choice with torch.where or a mask; take numbers from the batch as Python values, which are "
             "guarded; move the decision out of the step; and to log a value, return the tensor as aux",
+        )
+    if isinstance(error, NotImplementedError) and (found := re.search(r"HigherOrderOperator (\w+)", str(error))):
+        return CaptureError(
+            f"{during} calls the higher-order operator {found[1]}, which takes functions and is not supported.",
+            module_path=module,
+            source_line=line,
+            remedy="use plain operators: torch.where for torch.cond, a Python loop for torch.scan and the like",
         )
     if isinstance(error, UnsupportedFakeTensorException):
         return CaptureError(

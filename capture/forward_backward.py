@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +23,15 @@ from ..graph import (
     storages_of,
     written_nodes,
 )
-from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, make_fx, pytree, storage_key, tensor_hooks_of
-from .ambient import CAPTURE_LOCK, autocast_cache, random_state_kept, refused_calls
+from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, pytree, storage_key, tensor_hooks_of
+from .ambient import CAPTURE_LOCK, autocast_cache, compiled_code_in_eager, random_state_kept, refused_calls
 from .batch import FlatBatch, LossCall, is_plain
 from .context import TraceContext
 from .failures import capture_error
 from .gradients import own_gradients
-from .known_values import SYMBOLS, KnownValues, libraries_told
+from .known_values import SYMBOLS, libraries_told
 from .module_tensors import HeldTensor, ModuleState, ModuleTensors, tensors_replaced
+from .recorder import Recorder
 from .regions import RegionRecorder
 
 
@@ -93,10 +93,10 @@ def _captured(trace: _Trace) -> CapturedStep:
     state = ModuleState(trace.model)
     try:
         try:
-            graph_module = trace.run()
+            root = trace.run()
         finally:
             state.restore()
-        step = trace.finish(graph_module)
+        step = trace.finish(root)
         trace.check_nothing_leaked()
     except Exception as error:
         raise capture_error(error, trace.context, "the model") from error
@@ -112,7 +112,8 @@ class _Trace:
         self.call = call
         self.batch = batch
         self.context = TraceContext(model)
-        self.recorder = RegionRecorder(self.context, model)
+        self.recorder = Recorder(self.context.label)
+        self.regions = RegionRecorder(self.context, model)
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self.held = tensors.all
         self.trained = [h for h in tensors.params if h.tensor.requires_grad and id(h.tensor) in trained_ids]
@@ -124,16 +125,17 @@ class _Trace:
         self.rebound: list[str] = []
         self.region_writes = False
         self.changed_attributes: list[str] = []
-        self.made: list[tuple[weakref.ref[Tensor], str | None]] = []
         self.notes: list[str] = []
         self.fakes: list[Tensor] = []
 
-    def run(self) -> fx.GraphModule:
+    def run(self) -> nn.Module:
         self.fakes = [self._fake(h.tensor) for h in self.held] + [
             self._fake(self.batch.leaves[i]) for i in self.batch_tensors
         ]
-        with self.context.labelling(), self.recorder.recording(), random_state_kept(self.notes), self.mode:
-            return make_fx(lambda flat: self._step(flat), tracing_mode="fake", _allow_non_fake_inputs=True)(self.fakes)
+        self.recorder.add_inputs(self.fakes)
+        with self.regions.recording(), random_state_kept(self.notes), self.mode, self.recorder:
+            outputs = self._step(self.fakes)
+        return self.recorder.finish(outputs)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
@@ -161,15 +163,14 @@ class _Trace:
         for held in self.tensors.params:
             for hook in tensor_hooks_of(held.tensor):
                 stand_ins[id(held.tensor)].register_hook(hook)
-        known = KnownValues()
         with (
             tensors_replaced(self.model, stand_ins),
             self.context.following_modules(),
             autocast_cache(),
+            compiled_code_in_eager(),
             refused_calls(),
-            libraries_told(known),
+            libraries_told(self.recorder.known),
             torch.enable_grad(),
-            known,
         ):
             before = ModuleState(self.model)
             storages = {key: storage_key(t) for key, t in stand_ins.items()}
@@ -199,7 +200,6 @@ class _Trace:
         aux_tensors = [a.detach() for a in aux_leaves if isinstance(a, Tensor)]
         self.aux_count = len(aux_tensors)
         self.rebound = [name for name, _ in rebound]
-        self.made = known.made
         return [loss.detach(), *aux_tensors, *(t for _, t in rebound), *(g for g in grads if g is not None)]
 
     def _check_loss(self, loss: Any) -> None:
@@ -313,7 +313,7 @@ class _Trace:
 
     def _region_notes(self, step_graph: StepGraph) -> list[str]:
         """What differs from eager in checkpointed regions, and that their values are kept for now."""
-        regions = self.recorder.regions
+        regions = self.regions.regions
         if not regions:
             return []
         notes = [
@@ -340,7 +340,7 @@ class _Trace:
 
     def check_nothing_leaked(self) -> None:
         """Refuses models and losses that keep a tensor of the step outside of the model: it would stay a fake one."""
-        alive = [(ref, source) for ref, source in self.made if ref() is not None]
+        alive = [(ref, source) for ref, source in self.recorder.made if ref() is not None]
         if not alive:
             return
         gc.collect()  # autograd graphs and closures may be in cycles
@@ -355,8 +355,8 @@ class _Trace:
                     remedy="return it as aux and keep it after the step, or keep it in a buffer of the model",
                 )
 
-    def finish(self, graph_module: fx.GraphModule) -> CapturedStep:
-        graph = graph_module.graph
+    def finish(self, root: nn.Module) -> CapturedStep:
+        graph = self.recorder.graph
         drop_profiler_marks(graph)
         inputs = [_spec_of(h) for h in self.held]
         paths = self.batch.paths
@@ -366,10 +366,8 @@ class _Trace:
         outputs += [OutputSpec(OutputRole.AUX, str(i)) for i in range(self.aux_count)]
         outputs += [OutputSpec(OutputRole.BUFFER, name) for name in self.rebound]
         outputs += [OutputSpec(OutputRole.GRAD, key) for key in grad_keys]
-        flat_outputs = pytree.tree_leaves(graph.output_node().args[0])
-        graph.output_node().args = (flat_outputs,)
-        step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode, regions=self.recorder.regions)
-        lift_constants(step_graph, graph_module)
+        step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode, regions=self.regions.regions)
+        lift_constants(step_graph, root)
         _check_constants_unwritten(step_graph)
         for node in step_graph.calls:
             step_graph.assign_key(node, node.meta.pop("module"), family_of(node.target), node.meta["phase"])
@@ -424,11 +422,11 @@ def _check_constants_unwritten(step_graph: StepGraph) -> None:
             )
 
 
-def lift_constants(step_graph: StepGraph, graph_module: fx.GraphModule) -> None:
+def lift_constants(step_graph: StepGraph, root: nn.Module) -> None:
     """Turns attribute reads (tensors that the traced code made or closed over) into inputs."""
     by_tensor: dict[int, fx.Node] = {}
     for node in step_graph.graph.find_nodes(op="get_attr"):
-        value = getattr(graph_module, str(node.target))
+        value = getattr(root, str(node.target))
         if not isinstance(value, Tensor):
             user = next(iter(node.users), node)
             raise CaptureError(

@@ -27,16 +27,14 @@ from ..torch_compat import (
     fused_optimizers_replaced,
     has_step_hooks,
     hyper_scalar,
-    make_fx,
-    pytree,
     storage_key,
 )
-from .ambient import CAPTURE_LOCK
+from .ambient import CAPTURE_LOCK, autocast_cache
 from .context import TraceContext
 from .failures import capture_error, is_data_dependent, source_line_of
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
-from .known_values import KnownValues
 from .opaque_update import opaque_update_graph
+from .recorder import Recorder
 
 Hypers = dict[str, float]
 
@@ -204,6 +202,7 @@ class _UpdateTrace:
         self.guards_before = len(self.env.guards)
         self.context = TraceContext(torch.nn.Module())
         self.context.phase = Phase.UPDATE
+        self.recorder = Recorder(self.context.label)
         hypers = hypers_of(optimizer, integers_are_constants=integers_are_constants)
         self.hypers = {key: (float(v) if not isinstance(v, Tensor) else v) for key, _, _, _, v in hypers}
         self.state_keys: list[tuple[str, str]] = []
@@ -227,9 +226,10 @@ class _UpdateTrace:
             [self._fake_state(key, name) for key, name in self.state_keys],
             [self._fake_hyper(value) for value in self.hypers.values()],
         ]
-        with self.context.labelling(), fused_optimizers_replaced(FUSED_TWINS), self.mode:
-            traced = make_fx(lambda *a: self._step(fake, *a), tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
-        return self._finish(traced)
+        self.recorder.add_inputs([tensor for group in flat for tensor in group])
+        with fused_optimizers_replaced(FUSED_TWINS), self.mode, autocast_cache(), self.recorder:
+            outputs = self._step(fake, *flat)
+        return self._finish(self.recorder.finish(outputs))
 
     def _check_hypers(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
@@ -276,8 +276,7 @@ class _UpdateTrace:
         try:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
-            with KnownValues():
-                type(scratch).step(scratch)
+            type(scratch).step(scratch)
         finally:
             for param in params:
                 param.grad = None
@@ -341,17 +340,16 @@ class _UpdateTrace:
                     raise _Untraceable(f"sets state[{key!r}][{name!r}], which is no tensor")
         return created
 
-    def _finish(self, traced: torch.fx.GraphModule) -> CapturedUpdate:
-        graph = traced.graph
+    def _finish(self, root: torch.nn.Module) -> CapturedUpdate:
+        graph = self.recorder.graph
         drop_profiler_marks(graph)
         inputs = [InputSpec(InputRole.PARAM, k) for k in self.grad_keys]
         inputs += [InputSpec(InputRole.GRAD, k) for k in self.grad_keys]
         inputs += [InputSpec(InputRole.STATE, f"{k}/{name}") for k, name in self.state_keys]
         inputs += [InputSpec(InputRole.HYPER, k) for k in self.hypers]
         outputs = [OutputSpec(OutputRole.STATE, f"{k}/{name}") for k, name in self.new_state]
-        graph.output_node().args = (pytree.tree_leaves(graph.output_node().args[0]),)
         step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode)
-        lift_constants(step_graph, traced)
+        lift_constants(step_graph, root)
         owners = _owning_params(step_graph)
         for node in step_graph.calls:
             module = next(iter(owners[node])) if len(owners[node]) == 1 else "optimizer"

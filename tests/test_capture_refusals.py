@@ -275,3 +275,36 @@ def test_criterion_wants_pairs(batch: Any) -> None:
     with pytest.raises(sg.CaptureError, match="inputs, targets") as caught:
         step(batch)
     assert "loss_fn" in caught.value.remedy
+
+
+def conditional(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda h: h * 2, lambda h: h * 3, (x,))  # conditional
+
+
+def test_higher_order_operators_are_refused_by_name() -> None:
+    model = Body(conditional)
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters()), loss_fn=fixtures.mean_square)
+    with pytest.raises(sg.CaptureError, match="higher-order operator cond") as caught:
+        step(rows(0, 3, 4))
+    assert_says(caught.value, module="inner", marker="conditional", file=__file__)
+
+
+def compiled_function(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.compile(torch.nn.functional.gelu, backend="eager")(x)
+
+
+def compiled_submodule() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    model[0].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("build", [compiled_submodule, lambda: Body(compiled_function)], ids=["submodule", "function"])
+def test_code_under_torch_compile_is_captured_as_if_it_were_not(build: Callable[[], nn.Module]) -> None:
+    eager, graph = oracle.twin(build)
+    batches = fixtures.inputs(3, 4)
+    eager_optimizer, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, graph))
+    step = sg.compile_train_step(graph, optimizer, loss_fn=fixtures.mean_square)
+    with torch.compiler.set_stance("force_eager"):
+        want = oracle.eager_steps(eager, eager_optimizer, fixtures.mean_square, batches)
+    oracle.assert_bitwise(want, oracle.graph_steps(step, graph, optimizer, batches))

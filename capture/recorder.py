@@ -1,0 +1,194 @@
+"""Records what a function computes on fake tensors: one graph node for each operator that reaches a backend.
+
+Most calls have plain values and tensors of fixed shapes as arguments. Those are recorded here, in a few steps; every other call
+(symbols, real tensors, composite operators) takes torch's own way, which :class:`Recorder` extends.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..graph import tensors_in
+from ..torch_compat import (
+    FakeTensor,
+    GraphTracer,
+    ProxyTorchDispatchMode,
+    fake_snapshot,
+    has_symbolic_shape,
+    is_composite,
+    pytree,
+    track_fixed_shape,
+    track_tensor_tree,
+    tracked_tensor,
+)
+from .context import user_source_line
+from .known_values import SYMBOLS, KnownValues
+
+_DEVICE_OF = torch.ops.prim.device.default
+_PLAIN = frozenset(
+    {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
+
+class _NotPlain(Exception):
+    """An argument is neither a plain value nor a recorded tensor of fixed shape."""
+
+
+class Recorder(ProxyTorchDispatchMode):
+    """A dispatch mode that adds a node to ``graph`` for each operator that runs within it.
+
+    The fake mode of the tensors has to be active around it.
+
+    Args:
+        label: called with each new node, before its operator runs.
+
+    Attributes:
+        graph: what was recorded.
+        known: values that depend on nothing but constants.
+        made: every tensor that the recorded code made, weakly, with the source line that made it.
+    """
+
+    def __init__(self, label: Callable[[fx.Node], None]) -> None:
+        self.known = KnownValues()
+        self.made: list[tuple[weakref.ref[Tensor], str | None]] = []
+        self._label = label
+        self._tracer = GraphTracer(label)
+        super().__init__(self._tracer, "fake")
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self._tracer.graph
+
+    def add_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Adds a placeholder for each of these fake tensors."""
+        for position, tensor in enumerate(tensors):
+            node = self.graph.placeholder(f"input_{position}")
+            track_tensor_tree(tensor, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
+
+    def finish(self, outputs: Sequence[Any]) -> nn.Module:
+        """Adds the output node. Returns the module that holds the real tensors that the graph reads by name."""
+        self.graph.output([self._tracer.operand(value) for value in outputs])
+        _drop_unread_symbols(self.graph)
+        return self._tracer.root
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if not _is_direct(func):
+            return self._follow(func, types, args, kwargs)
+        operands: list[Tensor] = []
+        try:
+            node_args = tuple([self._operand(a, operands) for a in args])
+            node_kwargs = {name: self._operand(a, operands) for name, a in kwargs.items()}
+        except _NotPlain:
+            return self._follow(func, types, args, kwargs)
+
+        real_arguments = self.known.arguments_of(func, args, kwargs, operands)
+        if func._schema.is_mutable:
+            self.known.forget_written(func, args)
+        node = self._new_node(func, node_args, node_kwargs, _name_of(func))
+        out = func(*args, **kwargs)
+        self._track(out, node)
+        self._note(func, out, operands, real_arguments, node.meta["source"])
+        return out
+
+    def _follow(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Torch's own way, which takes symbols, real tensors and composite operators."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        operands = [a for a in leaves if isinstance(a, Tensor)]
+        has_symbols = any(isinstance(a, SYMBOLS) for a in leaves)
+        real_arguments = None if has_symbols else self.known.arguments_of(func, args, kwargs, operands)
+        if real_arguments is not None and operands and not _returns_tensors(func):
+            return self.known.compute(func, real_arguments)
+        if has_symbols:  # the result depends on a hyperparameter or on data, however constant the tensors are
+            self.known.forget_constants(operands)
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            self.known.forget_written_constants(func, args, operands)
+            self.known.forget_written(func, args)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if out is not NotImplemented:
+            self._note(func, out, operands, real_arguments, user_source_line())
+        return out
+
+    def _operand(self, value: Any, operands: list[Tensor]) -> Any:
+        kind = type(value)
+        if kind is FakeTensor:
+            tracked = tracked_tensor(value, self._tracer)
+            if (
+                tracked is None
+                or tracked.constant is not None
+                or value.constant is not None
+                or has_symbolic_shape(value)
+            ):
+                raise _NotPlain
+            operands.append(value)
+            return tracked.proxy.node
+        if kind in _PLAIN:
+            return value
+        if kind is list or kind is tuple:
+            return kind([self._operand(v, operands) for v in value])
+        raise _NotPlain
+
+    def _new_node(self, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        self._label(node)
+        return node
+
+    def _track(self, out: Any, node: fx.Node) -> None:
+        if type(out) is FakeTensor and not has_symbolic_shape(out):
+            node.meta["val"] = fake_snapshot(out)
+            track_fixed_shape(out, node, self._tracer)
+        elif isinstance(out, (list, tuple)) and all(type(t) is FakeTensor and not has_symbolic_shape(t) for t in out):
+            node.meta["val"] = type(out)([fake_snapshot(t) for t in out])
+            for position, (tensor, value) in enumerate(zip(out, node.meta["val"], strict=True)):
+                item = self._new_node(operator.getitem, (node, position), {}, "getitem")
+                item.meta["val"] = value
+                track_fixed_shape(tensor, item, self._tracer)
+        else:
+            track_tensor_tree(out, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
+
+    def _note(self, func: Any, out: Any, operands: list[Tensor], real_arguments: Any, source: str | None) -> None:
+        results = tensors_in(out)
+        self.made += [(weakref.ref(t), source) for t in results if not any(t is o for o in operands)]
+        if real_arguments is not None:
+            self.known.learn(func, results, real_arguments)
+
+
+@functools.cache
+def _is_direct(func: Any) -> bool:
+    """Whether an operator is recorded as it is and its result is no value that Python would read."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and not is_composite(func)
+        and torch.Tag.data_dependent_output not in func.tags
+        and func not in (torch.ops.aten.lift_fresh.default, torch.ops.aten.is_nonzero.default)
+    )
+
+
+@functools.cache
+def _name_of(func: Any) -> str:
+    return str(func._schema.name.split("::")[1])
+
+
+@functools.cache
+def _returns_tensors(func: Any) -> bool:
+    return any("Tensor" in str(r.type) for r in func._schema.returns)
+
+
+def _drop_unread_symbols(graph: fx.Graph) -> None:
+    """Removes arithmetic on numbers that no operator takes; reading a number from a tensor stays."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or not isinstance(node.meta.get("val"), SYMBOLS):
+            continue
+        reads_shape = isinstance(node.target, torch._ops.OpOverload) and node.target.__name__.startswith("sym_")
+        if reads_shape or all(isinstance(a.meta.get("val"), SYMBOLS) for a in node.all_input_nodes):
+            graph.erase_node(node)
