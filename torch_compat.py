@@ -131,17 +131,12 @@ class grad_mode_below_autograd:
         self._guard.__exit__(*exception)
 
 
-def forget_constant(fake: Tensor) -> None:
-    """Makes a fake tensor's value unknown again, to fake mode and to the trace that is going on.
-
-    ``FakeTensor.constant`` and ``get_proxy_slot(...).constant`` seen in 2.13.
-    """
+def forget_constant(fake: Tensor, tracer: GraphTracer) -> None:
+    """Makes a fake tensor's value unknown again, to fake mode and to a trace. ``FakeTensor.constant`` seen in 2.13."""
     if getattr(fake, "constant", None) is not None:
         fake.constant = None  # type: ignore[attr-defined]
-    proxy_mode = get_proxy_mode()
-    slot = get_proxy_slot(fake, proxy_mode.tracer, None) if proxy_mode is not None else None
-    if slot is not None:
-        slot.constant = None
+    if (tracked := tracked_tensor(fake, tracer)) is not None:
+        tracked.constant = None
 
 
 def dispatch_modes_disabled() -> contextlib.AbstractContextManager[Any]:

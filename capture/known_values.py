@@ -19,9 +19,7 @@ from ..graph import tensors_in
 from ..torch_compat import (
     FakeTensor,
     WeakTensorKeyDictionary,
-    constant_of,
     dispatch_modes_disabled,
-    forget_constant,
     pytree,
     storage_key,
 )
@@ -70,26 +68,13 @@ class KnownValues:
         """What ``func`` writes is no longer known, whatever name it has."""
         if not self._values:
             return
-        keys = {storage_key(t) for t in _written_tensors(func, args)}
+        keys = {storage_key(t) for t in written_tensors(func, args)}
         for fake in [t for t in self._values if storage_key(t) in keys]:
             del self._values[fake]
 
-    def forget_constants(self, operands: list[Tensor]) -> None:
-        """Torch's own record of constants loses these tensors."""
-        for t in operands:
-            forget_constant(t)
 
-    def forget_written_constants(self, func: Any, args: Any, operands: list[Tensor]) -> None:
-        """Torch's own record of constants loses what ``func`` writes, unless it computes with nothing but constants.
-
-        It overlooks tensors in lists (torch 2.13), so that a foreach operator over known and unknown tensors would leave the
-        known ones at their old values.
-        """
-        if any(constant_of(t) is None for t in operands):
-            self.forget_constants(_written_tensors(func, args))
-
-
-def _written_tensors(func: Any, args: Any) -> list[Tensor]:
+def written_tensors(func: Any, args: Any) -> list[Tensor]:
+    """The tensors among ``args`` that an operator writes in place."""
     return [
         t
         for a, schema in zip(args, func._schema.arguments, strict=False)

@@ -20,7 +20,9 @@ from ..torch_compat import (
     FakeTensor,
     GraphTracer,
     ProxyTorchDispatchMode,
+    constant_of,
     fake_snapshot,
+    forget_constant,
     has_symbolic_shape,
     is_composite,
     pytree,
@@ -29,7 +31,7 @@ from ..torch_compat import (
     tracked_tensor,
 )
 from .context import user_source_line
-from .known_values import SYMBOLS, KnownValues
+from .known_values import SYMBOLS, KnownValues, written_tensors
 
 _DEVICE_OF = torch.ops.prim.device.default
 _PLAIN = frozenset(
@@ -109,14 +111,19 @@ class Recorder(ProxyTorchDispatchMode):
         if real_arguments is not None and operands and not _returns_tensors(func):
             return self.known.compute(func, real_arguments)
         if has_symbols:  # the result depends on a hyperparameter or on data, however constant the tensors are
-            self.known.forget_constants(operands)
+            self._forget_constants(operands)
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-            self.known.forget_written_constants(func, args, operands)
+            if any(constant_of(t) is None for t in operands):  # torch 2.13 overlooks tensors in lists
+                self._forget_constants(written_tensors(func, args))
             self.known.forget_written(func, args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is not NotImplemented:
             self._note(func, out, operands, real_arguments, user_source_line())
         return out
+
+    def _forget_constants(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            forget_constant(tensor, self._tracer)
 
     def _operand(self, value: Any, operands: list[Tensor]) -> Any:
         kind = type(value)
