@@ -390,9 +390,14 @@ class TrainStep:
     def _irrelevant_attributes(self, step: CapturedStep, batch: FlatBatch) -> list[str]:
         """Attributes whose change led to a capture of the very same graph: a step counter that forward does not read."""
         batch_part, number, surroundings = self._signature(batch)
-        text = str(step.graph)
-        for (other_batch, other, others), compiled in self._cache.items():
-            if (other_batch, others) == (batch_part, surroundings) and str(compiled.step.graph) == text:
+        alike = [
+            (other, compiled)
+            for (other_batch, other, others), compiled in self._cache.items()
+            if (other_batch, others) == (batch_part, surroundings)
+        ]
+        text = str(step.graph) if alike else ""
+        for other, compiled in alike:
+            if str(compiled.step.graph) == text:
                 return self._guard.differing_attributes(number, other)
         return []
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (  # seen in 2.13
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    in_kernel_invocation_manager,
 )
 from torch.fx.experimental.proxy_tensor import (  # seen in 2.13
     ProxyTorchDispatchMode,
@@ -70,6 +71,7 @@ __all__ = [
     "default_foreach",
     "device_and_dtype_groups",
     "dispatch_modes_disabled",
+    "fake_kernel",
     "fake_snapshot",
     "foreach_norm_by_default",
     "forget_constant",
@@ -205,6 +207,11 @@ def track_fixed_shape(tensor: Tensor, node: torch.fx.Node, tracer: GraphTracer) 
 def fake_snapshot(fake: FakeTensor) -> FakeTensor:
     """A fake tensor on the same memory, outside of autograd. ``fast_detach`` seen in 2.13."""
     return fast_detach(fake.fake_mode, fake)
+
+
+def fake_kernel(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """Within the context, fake tensors are the meta tensors behind them. ``in_kernel_invocation_manager`` seen in 2.13."""
+    return in_kernel_invocation_manager(mode)
 
 
 def has_symbolic_shape(fake: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Floor 2: model, loss and optimizer to graphs. Nothing real is read, run or changed here."""
 
+from .ambient import garbage_collection_paused as garbage_collection_paused
 from .ambient import is_capturing as is_capturing
 from .batch import FlatBatch as FlatBatch
 from .batch import LossCall as LossCall

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 import threading
@@ -68,6 +69,22 @@ def autocast_cache() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Within the context, Python frees by reference counts alone.
+
+    A capture makes so many objects that the collector walks the whole heap, a third of a second where large libraries are
+    loaded, and finds nothing.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:

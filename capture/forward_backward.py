@@ -24,7 +24,14 @@ from ..graph import (
     written_nodes,
 )
 from ..torch_compat import FakeTensor, FakeTensorMode, ShapeEnv, pytree, storage_key, tensor_hooks_of
-from .ambient import CAPTURE_LOCK, autocast_cache, compiled_code_in_eager, random_state_kept, refused_calls
+from .ambient import (
+    CAPTURE_LOCK,
+    autocast_cache,
+    compiled_code_in_eager,
+    garbage_collection_paused,
+    random_state_kept,
+    refused_calls,
+)
 from .batch import FlatBatch, LossCall, is_plain
 from .context import TraceContext
 from .failures import capture_error
@@ -85,7 +92,7 @@ def capture_forward_backward(
             "the step is called under torch.inference_mode(), where nothing can be differentiated.",
             remedy="call it outside of inference mode",
         )
-    with CAPTURE_LOCK:
+    with CAPTURE_LOCK, garbage_collection_paused():
         return _captured(_Trace(model, tensors, trained_ids, call, batch))
 
 
@@ -112,9 +119,9 @@ class _Trace:
         self.call = call
         self.batch = batch
         self.context = TraceContext(model)
-        self.recorder = Recorder(self.context.label)
-        self.regions = RegionRecorder(self.context, model)
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self.recorder = Recorder(self.mode, self.context.label)
+        self.regions = RegionRecorder(self.context, model)
         self.held = tensors.all
         self.trained = [h for h in tensors.params if h.tensor.requires_grad and id(h.tensor) in trained_ids]
         self.batch_tensors = batch.tensor_positions

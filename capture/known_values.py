@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class KnownValues:
         """Whether ``value`` is a fake tensor whose real value is known."""
         return isinstance(value, FakeTensor) and value in self._values
 
-    def arguments_of(self, func: Any, args: Any, kwargs: Any, operands: list[Tensor]) -> Any:
+    def arguments_of(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Tensor]) -> Any:
         """The arguments with real values, or None where one is unknown or the operator is not a function of them.
 
         Args:

@@ -202,7 +202,7 @@ class _UpdateTrace:
         self.guards_before = len(self.env.guards)
         self.context = TraceContext(torch.nn.Module())
         self.context.phase = Phase.UPDATE
-        self.recorder = Recorder(self.context.label)
+        self.recorder = Recorder(self.mode, self.context.label)
         hypers = hypers_of(optimizer, integers_are_constants=integers_are_constants)
         self.hypers = {key: (float(v) if not isinstance(v, Tensor) else v) for key, _, _, _, v in hypers}
         self.state_keys: list[tuple[str, str]] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from ..graph import tensors_in
 from ..torch_compat import (
     FakeTensor,
+    FakeTensorMode,
     GraphTracer,
     ProxyTorchDispatchMode,
     constant_of,
-    fake_snapshot,
     forget_constant,
     has_symbolic_shape,
     is_composite,
@@ -31,6 +31,7 @@ from ..torch_compat import (
     tracked_tensor,
 )
 from .context import user_source_line
+from .fake_results import FakeResults, metadata_of
 from .known_values import SYMBOLS, KnownValues, written_tensors
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -46,9 +47,8 @@ class _NotPlain(Exception):
 class Recorder(ProxyTorchDispatchMode):
     """A dispatch mode that adds a node to ``graph`` for each operator that runs within it.
 
-    The fake mode of the tensors has to be active around it.
-
     Args:
+        mode: the fake mode of the tensors; it has to be active around this one.
         label: called with each new node, before its operator runs.
 
     Attributes:
@@ -57,7 +57,8 @@ class Recorder(ProxyTorchDispatchMode):
         made: every tensor that the recorded code made, weakly, with the source line that made it.
     """
 
-    def __init__(self, label: Callable[[fx.Node], None]) -> None:
+    def __init__(self, mode: FakeTensorMode, label: Callable[[fx.Node], None]) -> None:
+        self._results = FakeResults(mode)
         self.known = KnownValues()
         self.made: list[tuple[weakref.ref[Tensor], str | None]] = []
         self._label = label
@@ -86,10 +87,12 @@ class Recorder(ProxyTorchDispatchMode):
         kwargs = kwargs or {}
         if not _is_direct(func):
             return self._follow(func, types, args, kwargs)
-        operands: list[Tensor] = []
+        operands: list[FakeTensor] = []
+        arguments: list[Hashable] = []
         try:
-            node_args = tuple([self._operand(a, operands) for a in args])
-            node_kwargs = {name: self._operand(a, operands) for name, a in kwargs.items()}
+            node_args = tuple([self._operand(a, operands, arguments) for a in args])
+            arguments += kwargs
+            node_kwargs = {name: self._operand(a, operands, arguments) for name, a in kwargs.items()}
         except _NotPlain:
             return self._follow(func, types, args, kwargs)
 
@@ -97,8 +100,8 @@ class Recorder(ProxyTorchDispatchMode):
         if func._schema.is_mutable:
             self.known.forget_written(func, args)
         node = self._new_node(func, node_args, node_kwargs, _name_of(func))
-        out = func(*args, **kwargs)
-        self._track(out, node)
+        out, value = self._results.call(func, args, kwargs, operands, arguments)
+        self._track(out, value, node)
         self._note(func, out, operands, real_arguments, node.meta["source"])
         return out
 
@@ -125,7 +128,8 @@ class Recorder(ProxyTorchDispatchMode):
         for tensor in tensors:
             forget_constant(tensor, self._tracer)
 
-    def _operand(self, value: Any, operands: list[Tensor]) -> Any:
+    def _operand(self, value: Any, operands: list[FakeTensor], arguments: list[Hashable]) -> Any:
+        """The node that stands for a value, or the value; adds tensors to ``operands``, and what they are to ``arguments``."""
         kind = type(value)
         if kind is FakeTensor:
             tracked = tracked_tensor(value, self._tracer)
@@ -134,14 +138,18 @@ class Recorder(ProxyTorchDispatchMode):
                 or tracked.constant is not None
                 or value.constant is not None
                 or has_symbolic_shape(value)
+                or value.layout is not torch.strided
             ):
                 raise _NotPlain
             operands.append(value)
+            arguments.append(metadata_of(value))
             return tracked.proxy.node
         if kind in _PLAIN:
+            arguments.append((kind, value))
             return value
         if kind is list or kind is tuple:
-            return kind([self._operand(v, operands) for v in value])
+            arguments.append((kind, len(value)))
+            return kind([self._operand(v, operands, arguments) for v in value])
         raise _NotPlain
 
     def _new_node(self, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
@@ -149,20 +157,22 @@ class Recorder(ProxyTorchDispatchMode):
         self._label(node)
         return node
 
-    def _track(self, out: Any, node: fx.Node) -> None:
-        if type(out) is FakeTensor and not has_symbolic_shape(out):
-            node.meta["val"] = fake_snapshot(out)
-            track_fixed_shape(out, node, self._tracer)
-        elif isinstance(out, (list, tuple)) and all(type(t) is FakeTensor and not has_symbolic_shape(t) for t in out):
-            node.meta["val"] = type(out)([fake_snapshot(t) for t in out])
-            for position, (tensor, value) in enumerate(zip(out, node.meta["val"], strict=True)):
-                item = self._new_node(operator.getitem, (node, position), {}, "getitem")
-                item.meta["val"] = value
-                track_fixed_shape(tensor, item, self._tracer)
-        else:
+    def _track(self, out: Any, value: Any, node: fx.Node) -> None:
+        """Makes ``node`` stand for the result ``out``, and notes ``value``, the same outside of autograd."""
+        tensors = out if isinstance(out, (list, tuple)) else (out,)
+        if not all(type(t) is FakeTensor and not has_symbolic_shape(t) for t in tensors):
             track_tensor_tree(out, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
+            return
+        node.meta["val"] = value
+        if tensors is not out:
+            track_fixed_shape(out, node, self._tracer)
+            return
+        for position, (tensor, part) in enumerate(zip(out, value, strict=True)):
+            item = self._new_node(operator.getitem, (node, position), {}, "getitem")
+            item.meta["val"] = part
+            track_fixed_shape(tensor, item, self._tracer)
 
-    def _note(self, func: Any, out: Any, operands: list[Tensor], real_arguments: Any, source: str | None) -> None:
+    def _note(self, func: Any, out: Any, operands: Sequence[Tensor], real_arguments: Any, source: str | None) -> None:
         results = tensors_in(out)
         self.made += [(weakref.ref(t), source) for t in results if not any(t is o for o in operands)]
         if real_arguments is not None:

@@ -3,13 +3,14 @@
 from . import ops as ops
 from .effects import UNINITIALISED as UNINITIALISED
 from .effects import Effects as Effects
-from .effects import argument as argument
 from .effects import effects_of as effects_of
 from .effects import is_scalar_function as is_scalar_function
-from .effects import nodes_in as nodes_in
 from .effects import picks_indices as picks_indices
 from .effects import writes_of as writes_of
 from .effects import written_nodes as written_nodes
+from .operands import argument as argument
+from .operands import freeze as freeze
+from .operands import nodes_in as nodes_in
 from .spec import InputRole as InputRole
 from .spec import InputSpec as InputSpec
 from .spec import LogicalKey as LogicalKey

@@ -7,12 +7,15 @@ One table, asked by every pass and by the verifier. Neither the schema nor ``Nod
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+
+from .operands import argument, nodes_in
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,14 @@ _SCALAR_MODULES = ("operator", "_operator", "math", "builtins")
 
 def effects_of(node: fx.Node) -> Effects:
     """Effects of ``node``; placeholders, outputs and attribute reads have none."""
+    call = (node.target, node.args, node.kwargs)
+    remembered = node.meta.get("effects")
+    if remembered is None or not all(map(operator.is_, remembered[0], call)):
+        remembered = node.meta["effects"] = (call, _effects_of(node))
+    return cast(Effects, remembered[1])
+
+
+def _effects_of(node: fx.Node) -> Effects:
     if node.op in ("placeholder", "output", "get_attr"):
         return PURE
     if node.op != "call_function":
@@ -154,34 +165,10 @@ def _is_training(node: fx.Node) -> bool:
     return train is None or bool(train)
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """Value of the schema argument ``name`` in this call, its default where the call leaves it out, None if unknown."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    for position, schema_argument in enumerate(target._schema.arguments):
-        if schema_argument.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return schema_argument.default_value if schema_argument.has_default_value() else None
-    return None
-
-
 def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that ``node`` writes in place."""
     for name in effects_of(node).writes:
         yield from nodes_in(argument(node, name))
-
-
-def nodes_in(value: Any) -> Iterator[fx.Node]:
-    """The nodes in an argument, which may be a nested list."""
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from nodes_in(item)
 
 
 def picks_indices(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +107,7 @@ class LogicalKey:
     shape: tuple[int | str, ...]
     dtype: str
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The key without shape and dtype."""
         return f"{self.module or '(root)'}/{self.family}#{self.ordinal}@{self.phase}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -14,7 +14,11 @@ from .effects import written_nodes
 
 def storages_of(node: fx.Node) -> tuple[int, ...]:
     """Keys of the storages behind the node's value: several for a list of tensors, none for a number."""
-    return tuple(storage_key(t) for t in tensors_in(node.meta.get("val")))
+    value = node.meta.get("val")
+    remembered = node.meta.get("storages")
+    if remembered is None or remembered[0] is not value:
+        remembered = node.meta["storages"] = (value, tuple([storage_key(t) for t in tensors_in(value)]))
+    return cast("tuple[int, ...]", remembered[1])
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

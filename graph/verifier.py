@@ -14,7 +14,8 @@ from torch import fx
 
 from ..errors import VerificationError
 from ..torch_compat import free_unbacked_symbols
-from .effects import effects_of, nodes_in, picks_indices, written_nodes
+from .effects import effects_of, picks_indices, written_nodes
+from .operands import freeze, nodes_in
 from .spec import InputRole, OutputRole, Phase, type_of
 from .step_graph import StepGraph, family_of
 from .storage import StorageMap, storages_of, tensors_in
@@ -300,15 +301,9 @@ RULES: tuple[Rule, ...] = (
 def phase_fingerprint(graph: StepGraph, phase: Phase) -> Hashable:
     """What a pass that does not touch ``phase`` must leave as it is: its calls, their operands and their order."""
     return tuple(
-        (node.meta["key"].name, node.target, _shape_of_args(node.args), _shape_of_args(node.kwargs))
-        for node in graph.calls
-        if node.meta["phase"] is phase
+        [
+            (_name(node), node.target, freeze(node.args, _name), freeze(node.kwargs, _name))
+            for node in graph.calls
+            if node.meta["phase"] is phase
+        ]
     )
-
-
-def _shape_of_args(value: Any) -> str:
-    return str(fx.map_arg(value, lambda n: _Named(_name(n))))
-
-
-class _Named(str):
-    """A node's key in an argument list."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..graph import UNINITIALISED, Phase, StepGraph, StorageMap, effects_of, family_of, storages_of
+from ..graph import UNINITIALISED, Phase, StepGraph, StorageMap, effects_of, family_of, freeze, storages_of
 from ..torch_compat import storage_key
 from .base import Pass, PassResult
 
@@ -74,7 +74,7 @@ def _merge_equal(graph: StepGraph) -> None:
             continue
         if any(key in returned for key in storages_of(node)):
             continue
-        signature = (node.meta["phase"], node.target, _freeze(node.args), _freeze(node.kwargs))
+        signature = (node.meta["phase"], node.target, freeze(node.args), freeze(node.kwargs))
         try:
             first = seen.setdefault(signature, node)
         except TypeError:  # an argument that cannot be hashed, such as a generator
@@ -91,16 +91,6 @@ def _rederive(graph: StepGraph, node: fx.Node) -> None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with graph.fake_mode, torch.no_grad():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _freeze(value: Any) -> Hashable:
-    if isinstance(value, (list, tuple)):
-        return tuple(_freeze(v) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, _freeze(v)) for k, v in sorted(value.items()))
-    if isinstance(value, (bool, int, float, complex)):
-        return (type(value), repr(value))  # 1, 1.0 and True are equal to Python, 0.0 and -0.0 too
-    return value  # type: ignore[no-any-return]
 
 
 def _drop_dead(graph: StepGraph) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture import CapturedStep, CapturedUpdate, FlatBatch, ModuleTensors, capture_update
+from ..capture import CapturedStep, CapturedUpdate, FlatBatch, ModuleTensors, capture_update, garbage_collection_paused
 from ..device import compiles_updates
 from ..graph import OutputRole, StepGraph
 from ..passes import PassRecord, run_passes, training_passes
@@ -105,15 +105,16 @@ class CompiledBatch:
     def _build(self) -> Variant:
         options = self._options
         compiles_update = options.is_fast and compiles_updates(self._device)
-        update = capture_update(self._optimizer, self._params, self.step, tensor_by_tensor=compiles_update)
-        graph = self.step.graph.copy()
-        passes = training_passes(
-            max_norm=options.max_norm,
-            nonfinite=options.nonfinite,
-            update=update.graph,
-            for_compiler=compiles_update,
-        )
-        records = run_passes(graph, passes)
+        with garbage_collection_paused():
+            update = capture_update(self._optimizer, self._params, self.step, tensor_by_tensor=compiles_update)
+            graph = self.step.graph.copy()
+            passes = training_passes(
+                max_norm=options.max_norm,
+                nonfinite=options.nonfinite,
+                update=update.graph,
+                for_compiler=compiles_update,
+            )
+            records = run_passes(graph, passes)
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
         trained: dict[str, Tensor] = {key: self._params[key] for key in self.step.grad_keys}
         program = graph
