@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -132,6 +133,7 @@ def user_source_line() -> str | None:
     return None
 
 
+@functools.cache
 def is_internal_file(filename: str) -> bool:
     """Whether a source file belongs to torch, to stepgraph, or to Python itself."""
     return filename.startswith((_TORCH_DIR, *_OWN_DIRS, "<")) or filename in _STDLIB_FILES

@@ -20,7 +20,7 @@ from ..torch_compat import (
     FakeTensor,
     FakeTensorMode,
     GraphTracer,
-    ProxyTorchDispatchMode,
+    RecordingMode,
     constant_of,
     forget_constant,
     has_symbolic_shape,
@@ -44,7 +44,7 @@ class _NotPlain(Exception):
     """An argument is neither a plain value nor a recorded tensor of fixed shape."""
 
 
-class Recorder(ProxyTorchDispatchMode):
+class Recorder(RecordingMode):
     """A dispatch mode that adds a node to ``graph`` for each operator that runs within it.
 
     Args:

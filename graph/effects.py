@@ -7,7 +7,6 @@ One table, asked by every pass and by the verifier. Neither the schema nor ``Nod
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -95,11 +94,15 @@ _SCALAR_MODULES = ("operator", "_operator", "math", "builtins")
 
 def effects_of(node: fx.Node) -> Effects:
     """Effects of ``node``; placeholders, outputs and attribute reads have none."""
-    call = (node.target, node.args, node.kwargs)
-    remembered = node.meta.get("effects")
-    if remembered is None or not all(map(operator.is_, remembered[0], call)):
-        remembered = node.meta["effects"] = (call, _effects_of(node))
-    return cast(Effects, remembered[1])
+    args, kwargs, remembered = node.args, node.kwargs, node.meta.get("effects")
+    if (
+        remembered is None
+        or remembered[0] is not args
+        or remembered[1] is not kwargs
+        or remembered[2] is not node.target
+    ):
+        remembered = node.meta["effects"] = (args, kwargs, node.target, _effects_of(node))
+    return cast(Effects, remembered[3])
 
 
 def _effects_of(node: fx.Node) -> Effects:

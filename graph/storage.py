@@ -10,15 +10,26 @@ from torch import fx
 
 from ..torch_compat import storage_key
 from .effects import written_nodes
+from .spec import type_of
 
 
 def storages_of(node: fx.Node) -> tuple[int, ...]:
     """Keys of the storages behind the node's value: several for a list of tensors, none for a number."""
+    return _facts_of(node)[1]
+
+
+def value_type_of(node: fx.Node) -> tuple[tuple[int | str, ...], str]:
+    """Shape and dtype of the node's value (:func:`type_of`)."""
+    return _facts_of(node)[2]
+
+
+def _facts_of(node: fx.Node) -> tuple[Any, tuple[int, ...], tuple[tuple[int | str, ...], str]]:
+    """What follows from the node's value, remembered with it, since every rule of the verifier asks for it."""
     value = node.meta.get("val")
-    remembered = node.meta.get("storages")
-    if remembered is None or remembered[0] is not value:
-        remembered = node.meta["storages"] = (value, tuple([storage_key(t) for t in tensors_in(value)]))
-    return cast("tuple[int, ...]", remembered[1])
+    facts = node.meta.get("facts")
+    if facts is None or facts[0] is not value:
+        facts = node.meta["facts"] = (value, tuple([storage_key(t) for t in tensors_in(value)]), type_of(value))
+    return cast("tuple[Any, tuple[int, ...], tuple[tuple[int | str, ...], str]]", facts)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -16,9 +16,9 @@ from ..errors import VerificationError
 from ..torch_compat import free_unbacked_symbols
 from .effects import effects_of, picks_indices, written_nodes
 from .operands import freeze, nodes_in
-from .spec import InputRole, OutputRole, Phase, type_of
+from .spec import InputRole, OutputRole, Phase
 from .step_graph import StepGraph, family_of
-from .storage import StorageMap, storages_of, tensors_in
+from .storage import StorageMap, storages_of, tensors_in, value_type_of
 
 _PHASES = list(Phase)
 _CAPTURED = (Phase.FORWARD, Phase.BACKWARD)
@@ -80,7 +80,7 @@ def metadata(graph: StepGraph) -> Iterator[str]:
         seen.add(key.name)
         if key.phase is not node.meta["phase"]:
             yield f"{key.name} is in phase {node.meta['phase']}"
-        if (key.shape, key.dtype) != type_of(node.meta["val"]):
+        if (key.shape, key.dtype) != value_type_of(node):
             yield f"{key} does not describe its value"
         if key.family != family_of(node.target):
             yield f"{key.name} names another operator than {node.target}"
@@ -298,12 +298,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def phase_fingerprint(graph: StepGraph, phase: Phase) -> Hashable:
-    """What a pass that does not touch ``phase`` must leave as it is: its calls, their operands and their order."""
-    return tuple(
-        [
-            (_name(node), node.target, freeze(node.args, _name), freeze(node.kwargs, _name))
-            for node in graph.calls
-            if node.meta["phase"] is phase
-        ]
-    )
+def fingerprints(graph: StepGraph) -> dict[Phase, list[Hashable]]:
+    """What a pass that does not touch a phase must leave as it is: its calls, their operands and their order."""
+    found: dict[Phase, list[Hashable]] = {phase: [] for phase in Phase}
+    for node in graph.calls:
+        call = (_name(node), node.target, freeze(node.args, _name), freeze(node.kwargs, _name))
+        found[node.meta["phase"]].append(call)
+    return found

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, VerificationError
 from ..graph import OutputRole, Phase, StepGraph
-from ..graph.verifier import phase_fingerprint, verify
+from ..graph.verifier import fingerprints, verify
 from ..knobs import disabled_passes, dump_folder, verify_level
 from .base import Pass, PassResult
 from .clean import Clean
@@ -19,6 +19,8 @@ from .grad_norm import GradNorm
 from .host_scalars import HostScalars
 from .skip import Skip
 from .update import Update
+
+Fingerprints = dict[Phase, list[Hashable]]
 
 PASSES: dict[str, type[Pass]] = {p.name: p for p in (Clean, GradNorm, Clip, Skip, Update, HostScalars)}
 
@@ -74,12 +76,14 @@ def run_passes(
     disabled = _checked_disabled()
     level = verify_level()
     folder = _new_dump_folder()
+    prints: Fingerprints = {}
     if level:
         verify(graph, level=level)
+        prints = fingerprints(graph)
     records = []
     for position, item in enumerate(p for p in passes if p.name not in disabled):
         _dump(folder, position, item.name, "before", graph)
-        record = _run_one(graph, item, level)
+        record, prints = _run_one(graph, item, level, prints)
         _dump(folder, position, item.name, "after", graph)
         records.append(record)
         if on_pass is not None:
@@ -87,11 +91,9 @@ def run_passes(
     return records
 
 
-def _run_one(graph: StepGraph, item: Pass, level: int) -> PassRecord:
+def _run_one(graph: StepGraph, item: Pass, level: int, before: Fingerprints) -> tuple[PassRecord, Fingerprints]:
     _require(graph, item.requires, f"pass {item.name!r} requires", "before it")
     ops_before = graph.op_counts()
-    untouchable = [phase for phase in Phase if phase not in item.touches]
-    prints_before = {phase: phase_fingerprint(graph, phase) for phase in untouchable} if level else {}
     start = time.perf_counter()
     result = item.run(graph)
     seconds = time.perf_counter() - start
@@ -101,16 +103,18 @@ def _run_one(graph: StepGraph, item: Pass, level: int) -> PassRecord:
             f"pass {item.name!r} was meant to touch {result.intended} and touched {result.touched}: something was missed"
         )
     start = time.perf_counter()
-    for phase, before in prints_before.items():
-        if phase_fingerprint(graph, phase) != before:
+    after: Fingerprints = fingerprints(graph) if level else {}
+    for phase in after:
+        if phase not in item.touches and after[phase] != before[phase]:
             raise VerificationError(f"pass {item.name!r} changed the {phase} phase, which it did not say it would")
     if level:
         verify(graph, level=level)
     changes = graph.op_counts()
     changes.subtract(ops_before)
-    return PassRecord(
+    record = PassRecord(
         item.name, seconds, time.perf_counter() - start, result, {op: n for op, n in changes.items() if n}
     )
+    return record, after
 
 
 def _require(graph: StepGraph, roles: Sequence[OutputRole], what: str, when: str) -> None:
