@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_compat import FakeTensor, FakeTensorMode, fake_kernel, fake_snapshot, has_symbolic_shape, storage_key
+from ..torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_kernel,
+    fake_snapshot,
+    has_symbolic_shape,
+    like_fake,
+    storage_key,
+)
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,21 @@ class FakeResults:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._remembered: dict[Hashable, tuple[type | None, tuple[_Plain, ...]]] = {}
+        self._templates: dict[torch.device, FakeTensor] = {}
 
     def call(
-        self, func: Any, args: Any, kwargs: Any, operands: list[FakeTensor], arguments: list[Hashable]
+        self, func: Any, args: Any, kwargs: Any, operands: list[FakeTensor], arguments: list[Hashable] | None
     ) -> tuple[Any, Any]:
         """What ``func`` returns, and the same outside of autograd.
 
         Args:
             operands: the tensors among the arguments, in order.
-            arguments: what determines the result: :func:`metadata_of` for tensors, type and value for the rest.
+            arguments: what determines the result: :func:`metadata_of` for tensors, type and value for the rest. None where
+                something else does.
         """
+        if arguments is None:
+            out = func(*args, **kwargs)
+            return out, snapshot_of(out)
         key = (func, torch.get_default_dtype(), torch.is_grad_enabled(), *arguments)
         remembered = self._remembered.get(key)
         if remembered is None:
@@ -75,7 +88,10 @@ class FakeResults:
             meta = torch.empty_strided(plain.shape, plain.stride, dtype=plain.dtype, device="meta")
             if storage is not None:
                 meta.set_(storage, plain.offset, plain.shape, plain.stride)
-        return FakeTensor(self._mode, meta, plain.device), FakeTensor(self._mode, meta, plain.device)
+        template = self._templates.get(plain.device)
+        if template is None:
+            template = self._templates[plain.device] = FakeTensor(self._mode, meta, plain.device)
+        return like_fake(template, meta), like_fake(template, meta)
 
 
 def metadata_of(fake: FakeTensor) -> Hashable:
@@ -110,6 +126,7 @@ def is_remembered(func: Any) -> bool:
 
 def _described(tensors: list[Any], operands: list[FakeTensor]) -> tuple[_Plain, ...] | None:
     bases = {storage_key(t): position for position, t in enumerate(operands)}
+    is_ambiguous = len(bases) < len(operands)  # which operand a result has its memory from
     plains, own = [], set()
     for t in tensors:
         if (
@@ -122,7 +139,8 @@ def _described(tensors: list[Any], operands: list[FakeTensor]) -> tuple[_Plain, 
             return None
         key = storage_key(t)
         base = next((i for i, operand in enumerate(operands) if operand is t), bases.get(key))
-        if base is None and (key in own or not _fills_its_memory(t)):
+        is_new = base is None and key not in own and _fills_its_memory(t)
+        if not is_new and (base is None or is_ambiguous):
             return None
         own.add(key)
         is_base = base is not None and operands[base] is t

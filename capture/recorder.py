@@ -1,7 +1,7 @@
 """Records what a function computes on fake tensors: one graph node for each operator that reaches a backend.
 
 Most calls have plain values and tensors of fixed shapes as arguments. Those are recorded here, in a few steps; every other call
-(symbols, real tensors, composite operators) takes torch's own way, which :class:`Recorder` extends.
+(real tensors, shapes that depend on data, composite operators) takes torch's own way, which :class:`Recorder` extends.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ _PLAIN = frozenset(
 )
 
 
+_SYMBOL = "symbol"
+
+
 class _NotPlain(Exception):
-    """An argument is neither a plain value nor a recorded tensor of fixed shape."""
+    """An argument is neither a plain value nor a symbol nor a recorded tensor of fixed shape."""
 
 
 class Recorder(RecordingMode):
@@ -96,17 +99,18 @@ class Recorder(RecordingMode):
         except _NotPlain:
             return self._follow(func, types, args, kwargs)
 
-        real_arguments = self.known.arguments_of(func, args, kwargs, operands)
+        has_symbols = _SYMBOL in arguments
+        real_arguments = None if has_symbols else self.known.arguments_of(func, args, kwargs, operands)
         if func._schema.is_mutable:
             self.known.forget_written(func, args)
         node = self._new_node(func, node_args, node_kwargs, _name_of(func))
-        out, value = self._results.call(func, args, kwargs, operands, arguments)
+        out, value = self._results.call(func, args, kwargs, operands, None if has_symbols else arguments)
         self._track(out, value, node)
         self._note(func, out, operands, real_arguments, node.meta["source"])
         return out
 
     def _follow(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Torch's own way, which takes symbols, real tensors and composite operators."""
+        """Torch's own way, which takes everything."""
         leaves = pytree.tree_leaves((args, kwargs))
         operands = [a for a in leaves if isinstance(a, Tensor)]
         has_symbols = any(isinstance(a, SYMBOLS) for a in leaves)
@@ -147,6 +151,9 @@ class Recorder(RecordingMode):
         if kind in _PLAIN:
             arguments.append((kind, value))
             return value
+        if kind in SYMBOLS:
+            arguments.append(_SYMBOL)
+            return self._tracer.operand(value)
         if kind is list or kind is tuple:
             arguments.append((kind, len(value)))
             return kind([self._operand(v, operands, arguments) for v in value])
@@ -184,7 +191,7 @@ def _is_direct(func: Any) -> bool:
     """Whether an operator is recorded as it is and its result is no value that Python would read."""
     return (
         isinstance(func, torch._ops.OpOverload)
-        and func.namespace == "aten"
+        and func.namespace in ("aten", "stepgraph")
         and not is_composite(func)
         and torch.Tag.data_dependent_output not in func.tags
         and func not in (torch.ops.aten.lift_fresh.default, torch.ops.aten.is_nonzero.default)

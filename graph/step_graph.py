@@ -104,7 +104,11 @@ class StepGraph:
 
     def op_counts(self) -> Counter[str]:
         """Number of calls by operator."""
-        return Counter(target_name(n.target) for n in self.calls)
+        targets = {id(n.target): n.target for n in self.calls}
+        counts: Counter[str] = Counter()
+        for identity, number in Counter([id(n.target) for n in self.calls]).items():
+            counts[target_name(targets[identity])] += number
+        return counts
 
     def node_by_key(self, name: str) -> fx.Node:
         """The node whose key has this name (``module/family#ordinal@phase``); KeyError where there is none."""

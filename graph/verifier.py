@@ -123,6 +123,8 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
     """Captured nodes that touch memory which is written in forward or backward run in the captured order."""
     storages = StorageMap(graph.graph)
     written = {k for k, ws in storages.writers.items() if any(w.meta["phase"] in _CAPTURED for w in ws)}
+    if not written:
+        return
     last: dict[int, int] = defaultdict(lambda: -1)
     latest: dict[int, int] = defaultdict(lambda: -1)
     for node in graph.calls:
