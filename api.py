@@ -43,11 +43,13 @@ from .runtime import (
     CompiledBatch,
     MembershipGuard,
     ModelGuard,
+    NonfiniteReport,
     StepOptions,
     StepResult,
     Variant,
     VerifyReport,
     describe_nonfinite,
+    first_nonfinite,
     first_run_error,
     restored_on_error,
     verify_step,
@@ -62,7 +64,7 @@ _WAYS_OUT = {
     "precision": "until then call the step under torch.autocast, or keep the model in 16 bit",
     "error_if_nonfinite": 'nonfinite="raise" raises for a non-finite norm too',
 }
-_METHODS_TO_COME = ("flush", "plan", "find_nonfinite", "full_params", "state_dict", "load_state_dict", "save", "load")
+_METHODS_TO_COME = ("flush", "plan", "full_params", "state_dict", "load_state_dict", "save", "load")
 
 
 def compile_train_step(
@@ -253,7 +255,7 @@ class TrainStep:
         if self._verify_first and self._calls == 0:
             self._report_verification(self.verify(batch))
         compiled, variant, flat = self._compiled_for(batch)
-        inputs = variant.inputs([flat.leaves[i] for i in compiled.batch_positions])
+        inputs = compiled.inputs(variant, flat)
         outputs = variant.executor(inputs) if compiled.has_run else self._first_run(compiled, variant, inputs)
         self._calls += 1
         return self._finish(compiled, variant, outputs)
@@ -314,6 +316,15 @@ class TrainStep:
         """
         compiled, variant, flat = self._compiled_for(batch)
         return verify_step(self.model, self.optimizer, self._call, compiled, variant, flat, self._options.max_norm)
+
+    def find_nonfinite(self, batch: Any) -> NonfiniteReport:
+        """Runs one step node by node and names the operator that made the first NaN or infinity, with its module and line.
+
+        Nothing has changed afterwards. Needs memory for a copy of parameters, buffers and optimizer state, and for every
+        activation that a step keeps.
+        """
+        compiled, variant, flat = self._compiled_for(batch)
+        return first_nonfinite(self.model, self.optimizer, compiled, variant, flat)
 
     def report(self) -> str:
         """What was captured, what the passes did, and what the user should know."""
@@ -430,7 +441,9 @@ class TrainStep:
             logger.warning("step %d: the update is skipped, since %s", self._calls, reason)
         else:
             raise NonFiniteError(
-                f"step {self._calls}: {reason}. Parameters and optimizer state are unchanged.", parameter
+                f"step {self._calls}: {reason}. Parameters and optimizer state are unchanged. "
+                "step.find_nonfinite(batch) names the operator that made it.",
+                parameter,
             )
         return StepResult(
             loss=variant.first(OutputRole.LOSS, outputs),

@@ -10,6 +10,8 @@ from .executor import first_run_error as first_run_error
 from .guards import MembershipGuard as MembershipGuard
 from .guards import ModelGuard as ModelGuard
 from .inductor import lowered as lowered
+from .nonfinite import NonfiniteReport as NonfiniteReport
+from .nonfinite import first_nonfinite as first_nonfinite
 from .regions import Region as Region
 from .regions import regions_of as regions_of
 from .result import StepResult as StepResult

@@ -95,6 +95,10 @@ class CompiledBatch:
         self.variants.insert(0, self._build())
         return self.variants[0]
 
+    def inputs(self, variant: Variant, batch: FlatBatch) -> list[Any]:
+        """The values of the variant's inputs, in order, for a batch of this signature."""
+        return variant.inputs([batch.leaves[i] for i in self.batch_positions])
+
     def aux_of(self, variant: Variant, outputs: list[Any]) -> Any:
         """What ``loss_fn`` returned beside the loss, put together from the outputs and the constants of the capture."""
         leaves = [outputs[i] for i in variant.outputs[OutputRole.AUX]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..capture import FlatBatch, LossCall, flatten_batch, regions_run_once
-from ..graph import UNINITIALISED, InputRole, Phase, StepGraph, effects_of, family_of, tensors_in, writes_of
-from ..torch_compat import TorchDispatchMode, grad_mode_below_autograd, storage_key
+from ..graph import UNINITIALISED, InputRole, Phase, StepGraph, family_of, tensors_in, writes_of
+from ..torch_compat import TorchDispatchMode, storage_key
+from .interpret import run_nodes
 from .rollback import rolled_back
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class Subject:
 
     def inputs(self) -> list[Any]:
         """The graph's inputs, with a copy of the batch."""
-        leaves = flatten_batch(self.batch.copied()).leaves
-        return self.variant.inputs([leaves[i] for i in self.compiled.batch_positions])
+        return self.compiled.inputs(self.variant, flatten_batch(self.batch.copied()))
 
     def trained(self) -> list[Tensor]:
         """The model's parameters that the optimizer holds and that require grad, in the model's order."""
@@ -139,9 +138,13 @@ def first_difference(subject: Subject) -> tuple[str | None, str]:
         expected |= _expected(variant.graph, clipped, (Phase.NORM,))
         expected |= _expected(variant.update.graph, updated, (Phase.UPDATE,))
     with rolled_back(subject.model, subject.optimizer):
-        for node, value in run_nodes(variant.graph, subject.inputs()):
+        for node, values in run_nodes(variant.graph, subject.inputs()):
             eager_call = expected.get(node.meta["key"].name)
-            if eager_call is None or None in (eager_call.digest, value) or eager_call.digest == value:
+            if eager_call is None or eager_call.digest is None:
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            value = digest(family_of(node.target), values[node], _written(node.target, args, kwargs))
+            if value in (None, eager_call.digest):
                 continue
             return str(node.meta["key"]), _describe(node, eager_call)
     if variant.may_round:
@@ -196,21 +199,3 @@ def _is_ours_alone(node: fx.Node, program: StepGraph) -> bool:
         return True
     hypers = program.input_nodes(InputRole.HYPER).values()
     return family_of(node.target) == "_local_scalar_dense" and node.args[0] in hypers
-
-
-def run_nodes(graph: StepGraph, inputs: list[Any]) -> Iterator[tuple[fx.Node, int | None]]:
-    """Runs a graph node by node; yields each call with the hash of what it produced and wrote."""
-    values: dict[fx.Node, Any] = dict(zip(graph.placeholders, inputs, strict=True))
-    remaining = {node: len(node.users) for node in graph.graph.nodes}
-    for node in graph.calls:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with grad_mode_below_autograd() if node.meta["grad_mode"] else torch.no_grad():
-            out = node.target(*args, **kwargs)  # type: ignore[operator]
-        values[node] = out
-        yield node, digest(family_of(node.target), out, _written(node.target, args, kwargs))
-        if effects_of(node).control and int(out):
-            return
-        for operand in node.all_input_nodes:
-            remaining[operand] -= 1
-            if not remaining[operand]:
-                del values[operand]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import stepgraph as sg
 from stepgraph.graph import Phase
-from stepgraph.runtime import Executor, Region, lowered, regions_of
+from stepgraph.runtime import Executor, Region, lowered, progress, regions_of
 
 from . import fixtures, oracle, zoo
 from .fixtures import rows
@@ -235,3 +241,52 @@ def test_zoo_in_the_fast_tier(name: str) -> None:
     optimizer = "adamw_fused" if model.dtype is torch.float32 else "sgd"
     step = compiled(built, fixtures.own_loss, optimizer)
     assert_close_for_steps(step, [model.batch(seed, model.masks[-1]) for seed in range(3)])
+
+
+def test_compilation_is_logged_and_shown_when_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("stepgraph")
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.addHandler(handler)
+    try:
+        fixture = fixtures.mlp()
+        compiled(fixture.model, fixture.loss_fn)(fixture.batch)
+    finally:
+        logger.removeHandler(handler)
+    assert [m for m in messages if re.fullmatch(r"compiling region 1 of \d \(\d+ operators\) took \d+\.\d s", m)]
+    shown = capsys.readouterr().err
+    assert re.search(r"\rstepgraph: compiling region 1 of \d \(\d+ operators\) \.\.\. \d+ s", shown)
+    assert shown.endswith("\r\033[K"), "the line is wiped in the end"
+
+
+COMPILES = """
+import sys, torch
+torch.set_num_threads(1)
+import stepgraph as sg
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+step = sg.compile_train_step(model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), numerics="fast", max_norm=1.0)
+print(*[step(torch.ones(3, 4)).loss.item() for _ in range(3)])
+"""
+
+
+@pytest.mark.slow
+def test_other_processes_find_what_was_compiled(tmp_path: Path) -> None:
+    def run() -> tuple[str, set[Path]]:
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        result = subprocess.run(
+            [sys.executable, "-c", COMPILES], env=env, capture_output=True, text=True, timeout=240, check=True
+        )
+        return result.stdout, {p for p in tmp_path.rglob("*") if p.suffix in (".cpp", ".so", ".py")}
+
+    first, compiled_first = run()
+    again, compiled_again = run()
+    assert len(compiled_first) > 0
+    assert (again, compiled_again) == (first, compiled_first), "the second process compiles nothing"

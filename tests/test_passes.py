@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import stepgraph.passes
 from stepgraph.errors import VerificationError
-from stepgraph.graph import InputRole, OutputRole
+from stepgraph.graph import InputRole, OutputRole, Phase
 from stepgraph.graph.ops import NONFINITE_GRAD, NONFINITE_LOSS, NONFINITE_NORM
 from stepgraph.passes import PASSES, Pass, run_passes, training_passes
 from stepgraph.passes.clip import Clip
@@ -85,6 +85,15 @@ def test_grad_norm_groups_dtypes_as_eager_does() -> None:
 
 
 # clip
+
+
+@pytest.mark.feature("CLIP-6")
+def test_norm_and_clip_are_batched_kernels_where_eager_s_are() -> None:
+    graph = of_fixture("MLP").graph
+    run_passes(graph, [GradNorm(), Clip(max_norm=1.0)])
+    norm_phase = [str(n.target) for n in graph.calls if n.meta["phase"] is Phase.NORM]
+    assert norm_phase.count("aten._foreach_norm.Scalar") == norm_phase.count("aten._foreach_mul_.Tensor") == 1
+    assert "aten.mul_.Tensor" not in norm_phase
 
 
 @pytest.mark.parametrize("name", fixtures.FIXTURES)
