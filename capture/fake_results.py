@@ -57,6 +57,8 @@ class FakeResults:
             arguments: what determines the result: :func:`metadata_of` for tensors, type and value for the rest. None where
                 something else does.
         """
+        if _only_writes_lists(func):
+            return None, None
         if arguments is None:
             out = func(*args, **kwargs)
             return out, snapshot_of(out)
@@ -92,6 +94,13 @@ class FakeResults:
         if template is None:
             template = self._templates[plain.device] = FakeTensor(self._mode, meta, plain.device)
         return like_fake(template, meta), like_fake(template, meta)
+
+
+@functools.cache
+def _only_writes_lists(func: Any) -> bool:
+    """Whether an operator updates lists of tensors in place and returns nothing: there is nothing to compute."""
+    name = func._schema.name.split("::")[1]
+    return not func._schema.returns and func._schema.is_mutable and name.startswith(("_foreach_", "_fused_", "fused_"))
 
 
 def metadata_of(fake: FakeTensor) -> Hashable:

@@ -31,7 +31,7 @@ from ..torch_compat import (
     tracked_tensor,
 )
 from .context import user_source_line
-from .fake_results import FakeResults, metadata_of
+from .fake_results import FakeResults, metadata_of, snapshot_of
 from .known_values import SYMBOLS, KnownValues, written_tensors
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -73,10 +73,11 @@ class Recorder(RecordingMode):
         return self._tracer.graph
 
     def add_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Adds a placeholder for each of these fake tensors."""
+        """Adds a placeholder for each of these fake tensors of fixed shape."""
         for position, tensor in enumerate(tensors):
             node = self.graph.placeholder(f"input_{position}")
-            track_tensor_tree(tensor, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
+            node.meta["val"] = snapshot_of(tensor)
+            track_fixed_shape(tensor, node, self._tracer)
 
     def finish(self, outputs: Sequence[Any]) -> nn.Module:
         """Adds the output node. Returns the module that holds the real tensors that the graph reads by name."""

@@ -7,7 +7,6 @@ One table, asked by every pass and by the verifier. Neither the schema nor ``Nod
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -168,10 +167,10 @@ def _is_training(node: fx.Node) -> bool:
     return train is None or bool(train)
 
 
-def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
+def written_nodes(node: fx.Node) -> list[fx.Node]:
     """The operands that ``node`` writes in place."""
-    for name in effects_of(node).writes:
-        yield from nodes_in(argument(node, name))
+    writes = effects_of(node).writes
+    return [operand for name in writes for operand in nodes_in(argument(node, name))] if writes else []
 
 
 def picks_indices(node: fx.Node) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from ..graph import UNINITIALISED, Phase, StepGraph, StorageMap, effects_of, family_of, freeze, storages_of
-from ..torch_compat import storage_key
 from .base import Pass, PassResult
 
 
@@ -43,19 +42,21 @@ def _bypass_noops(graph: StepGraph) -> None:
         base = node.args[0] if node.args else None
         if graph.output_node in node.users and isinstance(base, fx.Node) and base.op == "placeholder":
             continue  # a result must not be the parameter itself
-        if isinstance(base, fx.Node) and effects_of(node).pure and _is_same_view(node.meta["val"], base.meta["val"]):
+        if not isinstance(base, fx.Node) or storages_of(node) != storages_of(base):
+            continue
+        if effects_of(node).pure and _is_same_view(node.meta["val"], base.meta["val"]):
             node.replace_all_uses_with(base)
             graph.graph.erase_node(node)
 
 
 def _is_same_view(value: Any, base: Any) -> bool:
+    """Whether two values on the same memory are the same elements in the same order."""
     if not (isinstance(value, torch.Tensor) and isinstance(base, torch.Tensor)):
         return False
     if not all(isinstance(s, int) for t in (value, base) for s in (*t.shape, *t.stride(), t.storage_offset())):
         return False
     return (
-        storage_key(value) == storage_key(base)
-        and value.dtype == base.dtype
+        value.dtype == base.dtype
         and value.shape == base.shape
         and value.stride() == base.stride()
         and value.storage_offset() == base.storage_offset()
