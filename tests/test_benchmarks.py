@@ -96,3 +96,18 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| llama-tiny | bitwise equal |" in text
     assert "failed" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.feature("AMP-23")
+def test_precision_table_has_a_row_for_each_precision(load, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(load("harness"), "control_seconds", lambda: 1.0)
+    step_time = load("step_time")
+    monkeypatch.setitem(step_time.SIZES, "64", step_time.Size(64, 1, 1, 16, 2, 1))
+    monkeypatch.setattr(sys, "argv", ["precision.py", "--sizes", "64", "--rounds", "2"])
+    load("precision").main()
+    shown = capsys.readouterr().out
+    for name in ("eager fp32", "eager bf16", "eager fp16", "stepgraph fp32", "stepgraph bf16", "stepgraph fp16"):
+        assert name in shown
+    results = json.loads((BENCHMARKS / "results" / "precision.json").read_text())["measured"]
+    assert results["gemm"]["median_seconds"].keys() == {"fp32", "bf16", "fp16"}
