@@ -58,7 +58,7 @@ def _same_numpy_state(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def autocast_cache() -> Iterator[None]:
-    """Turns autocast's weight cache on, which ``make_fx`` turns off.
+    """Turns autocast's weight cache on, which is a property of the thread, and clears it afterwards: it would hold fakes.
 
     With it off, a layer that is used twice under autocast gets its gradients summed in fp32 instead of 16 bit.
     """

@@ -123,7 +123,7 @@ class StepGraph:
         slot = (module, family, phase)
         shape, dtype = type_of(
             node.meta.setdefault("val", None)
-        )  # make_fx leaves it out where an operator returns nothing
+        )  # torch leaves it out where an operator returns nothing
         key = LogicalKey(module, family, self._ordinals[slot], phase, shape, dtype)
         self._ordinals[slot] += 1
         node.meta["key"] = key
