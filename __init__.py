@@ -12,8 +12,11 @@ from .errors import NotYetError as NotYetError
 from .errors import StepGraphError as StepGraphError
 from .errors import StepGraphWarning as StepGraphWarning
 from .errors import VerificationError as VerificationError
+from .runtime import NonfiniteReport as NonfiniteReport
 from .runtime import StepResult as StepResult
 from .runtime import VerifyReport as VerifyReport
+from .runtime import clip_grad_norm_ as clip_grad_norm_
+from .runtime import clip_grad_value_ as clip_grad_value_
 from .tools import Job as Job
 
 __version__ = _version("stepgraph")

@@ -38,6 +38,7 @@ from .errors import (
     StepGraphWarning,
 )
 from .graph import OutputRole, StepGraph
+from .graph.ops import NONFINITE_LOSS
 from .runtime import (
     AttributeWatch,
     CompiledBatch,
@@ -51,6 +52,7 @@ from .runtime import (
     describe_nonfinite,
     first_nonfinite,
     first_run_error,
+    register_clipping,
     restored_on_error,
     verify_step,
 )
@@ -62,7 +64,6 @@ CAPTURES_BEFORE_WARNING = 8
 Signature = tuple[Hashable, int, tuple[int, ...]]  # batch; model; optimizer membership and companions of the model
 _WAYS_OUT = {
     "precision": "until then call the step under torch.autocast, or keep the model in 16 bit",
-    "error_if_nonfinite": 'nonfinite="raise" raises for a non-finite norm too',
 }
 _METHODS_TO_COME = ("flush", "plan", "full_params", "state_dict", "load_state_dict", "save", "load")
 
@@ -105,7 +106,11 @@ def compile_train_step(
         criterion: ``criterion(model(inputs), targets)`` for batches ``(inputs, targets)``; exclusive with ``loss_fn``.
             With neither, a mapping is passed as ``model(**batch)``, a tuple or list as ``model(*batch)``, anything else as
             ``model(batch)``, and the output is the loss, or has it as ``.loss`` or ``["loss"]``.
-        max_norm: clips the L2 norm of all gradients to this; None or 0 is off.
+        max_norm: clips the norm of all gradients, taken as one vector, to this; None or 0 is off.
+        norm_type: p of that norm and of ``StepResult.grad_norm``: 1 or more, or infinity (the largest absolute element).
+        error_if_nonfinite: whether a norm that is not finite raises :class:`NonFiniteError`, whatever ``nonfinite`` says of
+            the loss; nothing is updated then.
+        clip_value: clamps every element of the gradients to [-clip_value, clip_value] instead; None or 0 is off.
         nonfinite: what a non-finite loss or gradient does: ``"skip"`` leaves parameters and optimizer state bit-unchanged,
             ``"raise"`` does too and raises :class:`NonFiniteError`, ``"ignore"`` updates as eager would.
         verify: ``"first"`` runs eager beside the graph at the first step and warns where any bit differs.
@@ -131,34 +136,42 @@ def compile_train_step(
     _check_choice("verify", verify, ("off", "first"))
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate must be a whole number of microbatches, 1 or more, got {accumulate!r}")
-    if isinstance(norm_type, bool) or not isinstance(norm_type, (int, float)) or not norm_type > 0:
-        raise ConfigError(f"norm_type must be a number above 0, or infinity, got {norm_type!r}")
+    if not _is_number(norm_type) or not norm_type >= 1:
+        raise ConfigError(f"norm_type must be a number of 1 or more, or infinity, got {norm_type!r}")
     _refuse_unimplemented(
         plan=(plan, plan in ("auto", "none")),
         precision=(precision, precision == "fp32"),
         master_weights=(master_weights, master_weights is True),
         loss_scale=(loss_scale, loss_scale is None),
-        norm_type=(norm_type, norm_type == 2.0),
-        error_if_nonfinite=(error_if_nonfinite, error_if_nonfinite is False),
-        clip_value=(clip_value, not clip_value),
         accumulate=(accumulate, accumulate == 1),
         memory_budget=(memory_budget, memory_budget is None),
         mesh=(mesh, mesh is None),
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
         log=(log, log is None),
     )
-    is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
-    if max_norm is not None and not (is_number and max_norm >= 0 and math.isfinite(max_norm)):
-        raise ConfigError(f"max_norm must be a finite number >= 0 (0 or None: off), got {max_norm!r}")
+    for name, limit in (("max_norm", max_norm), ("clip_value", clip_value)):
+        if limit is not None and not (_is_number(limit) and limit >= 0 and math.isfinite(limit)):
+            raise ConfigError(f"{name} must be a finite number >= 0 (0 or None: off), got {limit!r}")
+    if max_norm and clip_value:
+        raise ConfigError("max_norm and clip_value both clip, and their order would matter; give one of them")
+    if error_if_nonfinite and nonfinite == "ignore":
+        raise ConfigError('error_if_nonfinite=True and nonfinite="ignore" contradict each other; give one of them')
     is_fast = numerics == "fast"
     options = StepOptions(
         max_norm=float(max_norm) if max_norm else None,
+        norm_type=float(norm_type),
+        clip_value=float(clip_value) if clip_value else None,
+        error_if_nonfinite=bool(error_if_nonfinite),
         nonfinite=nonfinite,
         is_fast=is_fast,
         uses_inductor=lowering == "inductor" or (lowering == "auto" and is_fast),
     )
     call = LossCall(loss_fn, criterion)
     return TrainStep(model, optimizer, call, options, plan=str(plan), verify_first=verify == "first")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -237,6 +250,8 @@ class TrainStep:
         self._calls = 0
         self._skips = 0
         self._last_norm: Tensor | None = None
+        if options.max_norm or options.clip_value:
+            register_clipping(self, [p for group in optimizer.param_groups for p in group["params"]])
 
     def __call__(self, batch: Any, weight: float | None = None) -> StepResult:
         """Runs one training step on ``batch``.
@@ -244,7 +259,7 @@ class TrainStep:
         Raises:
             CaptureError: the first time that a batch of this kind is seen and cannot be traced; nothing was changed.
             GuardError: a parameter was replaced after compilation; nothing was changed.
-            NonFiniteError: under ``nonfinite="raise"``; nothing was updated.
+            NonFiniteError: under ``nonfinite="raise"`` or ``error_if_nonfinite``; nothing was updated.
         """
         if weight is not None:
             if not isinstance(weight, (int, float)):
@@ -315,7 +330,7 @@ class TrainStep:
         buffers and optimizer state.
         """
         compiled, variant, flat = self._compiled_for(batch)
-        return verify_step(self.model, self.optimizer, self._call, compiled, variant, flat, self._options.max_norm)
+        return verify_step(self.model, self.optimizer, self._call, compiled, variant, flat, self._options)
 
     def find_nonfinite(self, batch: Any) -> NonfiniteReport:
         """Runs one step node by node and names the operator that made the first NaN or infinity, with its module and line.
@@ -428,15 +443,14 @@ class TrainStep:
         return outputs
 
     def _finish(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> StepResult:
-        code = variant.first(OutputRole.NONFINITE, outputs)
-        reason, parameter = None, None
-        if code is not None and (number := int(code)):
-            reason, parameter = describe_nonfinite(number, compiled.step.grad_keys)
+        gate = variant.first(OutputRole.NONFINITE, outputs)
+        code = 0 if gate is None else int(gate)
+        reason, parameter = describe_nonfinite(code, compiled.step.grad_keys) if code else (None, None)
         variant.binding.store(outputs)
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
         if reason is None:
             mark_stepped(self.optimizer)
-        elif self._options.nonfinite == "skip":
+        elif self._options.nonfinite == "skip" and not (self._options.error_if_nonfinite and code != NONFINITE_LOSS):
             self._skips += 1
             logger.warning("step %d: the update is skipped, since %s", self._calls, reason)
         else:

@@ -198,12 +198,13 @@ def gradients_of(graph: StepGraph) -> list[fx.Node]:
 
 
 def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
-    """Each gradient enters the norm once, is scaled exactly once under clipping and never without, in that order."""
+    """Each gradient enters the norm once, then is scaled once or clamped on both sides once, under clipping, never without."""
     if graph.output_of(OutputRole.NORM) is None:
         return
     expected = 1 if graph.output_of(OutputRole.CLIP_FACTOR) is not None else 0
     norms: Counter[fx.Node] = Counter()
     scalings: Counter[fx.Node] = Counter()
+    clamps: dict[str, Counter[fx.Node]] = defaultdict(Counter)
     grads = gradients_of(graph)
     by_storage = {key: grad for grad in grads for key in storages_of(grad)}
     for node in graph.calls:
@@ -212,19 +213,35 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
         if family_of(node.target) in ("_foreach_norm", "linalg_vector_norm"):
             for operand in nodes_in(node.args[0]):
                 norms[operand] += 1
-                if scalings[operand]:
+                if scalings[operand] or any(counts[operand] for counts in clamps.values()):
                     yield f"{_name(operand)} is clipped before its norm is taken"
+        family = family_of(node.target)
         for operand in written_nodes(node):
             for key in set(storages_of(operand)):
-                scalings[by_storage.get(key, operand)] += 1
+                if "clamp" in family:
+                    clamps[family][by_storage.get(key, operand)] += 1
+                else:
+                    scalings[by_storage.get(key, operand)] += 1
     for operand in norms:
         if operand.op == "call_function" and operand.meta["phase"] in _CAPTURED and operand not in grads:
             yield f"{_name(operand)} enters the norm and no update"
     for grad in grads:
-        if norms[grad] != 1:
+        if norms[grad] != 1 and not _is_empty(grad):
             yield f"the gradient {_name(grad)} enters the norm {norms[grad]} times"
         if scalings[grad] != expected:
             yield f"the gradient {_name(grad)} is scaled {scalings[grad]} times between norm and update, not {expected}"
+        for family, counts in clamps.items():
+            if counts[grad] != 1:
+                yield f"the gradient {_name(grad)} goes {counts[grad]} times through {family}, and others do once"
+    if clamps and clamps.keys() not in ({"clamp_"}, {"_foreach_clamp_min_", "_foreach_clamp_max_"}):
+        yield f"gradients are clipped by value on one side only, or in two ways: {', '.join(sorted(clamps))}"
+    if clamps and expected:
+        yield "gradients are clipped both by norm and by value"
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """Whether a gradient has no elements; the infinity norm leaves those out."""
+    return bool(node.meta["val"].numel() == 0)
 
 
 def gate_guards_the_update(graph: StepGraph) -> Iterator[str]:

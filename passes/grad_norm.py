@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +23,8 @@ class GradNorm(Pass):
     """Adds the norm of the concatenation of all gradients, as the output ``norm``.
 
     Bitwise what ``torch.nn.utils.get_total_norm`` returns for the gradients of ``model.parameters()``: a norm for each
-    gradient, grouped by device and dtype in the same order and with the same kernels, then the norm of those.
+    gradient, grouped by device and dtype in the same order and with the same kernels, then the norm of those. Gradients
+    without elements do not take part in an infinity norm, for which torch raises.
     """
 
     name: ClassVar[str] = "grad_norm"
@@ -34,14 +36,22 @@ class GradNorm(Pass):
 
     def run(self, graph: StepGraph) -> PassResult:
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
+        if math.isinf(self.norm_type):  # eager has no largest element of nothing
+            grads = [g for g in grads if g.meta["val"].numel()]
         norms: list[fx.Node] = []
         with graph.graph.inserting_before(graph.output_node):
             for group in grad_groups(grads):
                 norms += self._norms_of(graph, group)
-            stacked = add_norm_call(graph, aten.stack.default, (norms,))
-            total = add_norm_call(graph, aten.linalg_vector_norm.default, (stacked, self.norm_type))
+            total = self._total(graph, norms)
         graph.set_outputs([*graph.output_values, total], [*graph.outputs, OutputSpec(OutputRole.NORM)])
         return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": len(norms)})
+
+    def _total(self, graph: StepGraph, norms: list[fx.Node]) -> fx.Node:
+        if not norms:
+            first = next(iter(graph.output_nodes(OutputRole.GRAD).values()))
+            return add_norm_call(graph, aten.new_zeros.default, (first, []))
+        stacked = add_norm_call(graph, aten.stack.default, (norms,))
+        return add_norm_call(graph, aten.linalg_vector_norm.default, (stacked, self.norm_type))
 
     def _norms_of(self, graph: StepGraph, group: list[fx.Node]) -> list[fx.Node]:
         if not norm_uses_foreach(group[0].meta["val"].device):
@@ -59,5 +69,7 @@ def add_norm_call(
 
 def grad_groups(grads: list[fx.Node]) -> list[list[fx.Node]]:
     """Gradients by device and dtype, in the order in which eager visits them."""
+    if not grads:
+        return []
     values = [g.meta["val"] for g in grads]
     return [[grads[i] for i in group] for group in device_and_dtype_groups([(v.device, v.dtype) for v in values])]

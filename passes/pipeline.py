@@ -15,6 +15,7 @@ from ..knobs import disabled_passes, dump_folder, verify_level
 from .base import Pass, PassResult
 from .clean import Clean
 from .clip import Clip
+from .clip_value import ClipValue
 from .grad_norm import GradNorm
 from .host_scalars import HostScalars
 from .skip import Skip
@@ -22,21 +23,30 @@ from .update import Update
 
 Fingerprints = dict[Phase, list[Hashable]]
 
-PASSES: dict[str, type[Pass]] = {p.name: p for p in (Clean, GradNorm, Clip, Skip, Update, HostScalars)}
+PASSES: dict[str, type[Pass]] = {p.name: p for p in (Clean, GradNorm, Clip, ClipValue, Skip, Update, HostScalars)}
 
 
 def training_passes(
-    *, max_norm: float | None, nonfinite: str, update: StepGraph, for_compiler: bool = False
+    *,
+    max_norm: float | None,
+    nonfinite: str,
+    update: StepGraph,
+    norm_type: float = 2.0,
+    clip_value: float | None = None,
+    error_if_nonfinite: bool = False,
+    for_compiler: bool = False,
 ) -> list[Pass]:
     """The passes of a training step, in order.
 
     ``for_compiler`` is the fast tier: clip and update in a form that a compiler can fuse, rounded differently.
     """
-    passes: list[Pass] = [Clean(), GradNorm()]
+    passes: list[Pass] = [Clean(), GradNorm(norm_type=norm_type)]
     if max_norm:
         passes.append(Clip(max_norm=float(max_norm), separate=for_compiler))
+    if clip_value:
+        passes.append(ClipValue(clip_value=float(clip_value), separate=for_compiler))
     if nonfinite != "ignore":
-        passes.append(Skip())
+        passes.append(Skip(norm_decides=bool(max_norm) or error_if_nonfinite))
     passes.append(Update(update=update))
     if for_compiler:
         passes.append(HostScalars())

@@ -18,6 +18,7 @@ class Skip(Pass):
 
     The output ``nonfinite`` says what was found (see ``stepgraph::nonfinite_code``). Where it is not 0, executors end the
     step at the gate, so that parameters and optimizer state keep their bits. Reading the gate waits for the device.
+    ``norm_decides``: whether finite gradients whose norm overflows count as non-finite.
     """
 
     name: ClassVar[str] = "skip"
@@ -25,13 +26,16 @@ class Skip(Pass):
     guarantees: ClassVar[tuple[OutputRole, ...]] = (OutputRole.NONFINITE,)
     touches: ClassVar[frozenset[Phase]] = frozenset({Phase.NORM})
 
+    norm_decides: bool = False
+
     def run(self, graph: StepGraph) -> PassResult:
         loss, norm = graph.output_of(OutputRole.LOSS), graph.output_of(OutputRole.NORM)
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
-        is_clipped = graph.output_of(OutputRole.CLIP_FACTOR) is not None
         scalings = (n for n in graph.calls if n.meta["phase"] is Phase.NORM and effects_of(n).writes)
         with graph.graph.inserting_before(next(scalings, graph.output_node)):
-            code = add_norm_call(graph, torch.ops.stepgraph.nonfinite_code.default, (loss, norm, grads, is_clipped))
+            code = add_norm_call(
+                graph, torch.ops.stepgraph.nonfinite_code.default, (loss, norm, grads, self.norm_decides)
+            )
             gate = add_norm_call(graph, torch.ops.stepgraph.gate.default, (code,))
         graph.set_outputs([*graph.output_values, gate], [*graph.outputs, OutputSpec(OutputRole.NONFINITE)])
         return PassResult(True, intended={"gates": 1}, touched={"gates": 1})

@@ -2,6 +2,9 @@
 
 from .attributes import AttributeWatch as AttributeWatch
 from .binding import Binding as Binding
+from .clipping import clip_grad_norm_ as clip_grad_norm_
+from .clipping import clip_grad_value_ as clip_grad_value_
+from .clipping import register_clipping as register_clipping
 from .compiled import CompiledBatch as CompiledBatch
 from .compiled import StepOptions as StepOptions
 from .compiled import Variant as Variant

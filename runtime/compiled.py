@@ -24,6 +24,9 @@ class StepOptions:
     """The arguments of ``compile_train_step`` that shape the graph."""
 
     max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+    error_if_nonfinite: bool = False
     nonfinite: str = "skip"
     is_fast: bool = False
     uses_inductor: bool = False
@@ -114,6 +117,9 @@ class CompiledBatch:
             graph = self.step.graph.copy()
             passes = training_passes(
                 max_norm=options.max_norm,
+                norm_type=options.norm_type,
+                clip_value=options.clip_value,
+                error_if_nonfinite=options.error_if_nonfinite,
                 nonfinite=options.nonfinite,
                 update=update.graph,
                 for_compiler=compiles_update,

@@ -19,11 +19,12 @@ from torch import Tensor, fx, nn
 from ..capture import FlatBatch, LossCall, flatten_batch, regions_run_once
 from ..graph import UNINITIALISED, InputRole, Phase, StepGraph, family_of, tensors_in, writes_of
 from ..torch_compat import TorchDispatchMode, storage_key
+from .clipping import total_norm
 from .interpret import run_nodes
 from .rollback import rolled_back
 
 if TYPE_CHECKING:
-    from .compiled import CompiledBatch, Variant
+    from .compiled import CompiledBatch, StepOptions, Variant
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Subject:
     compiled: CompiledBatch
     variant: Variant
     batch: FlatBatch
-    max_norm: float | None
+    options: StepOptions
 
     def inputs(self) -> list[Any]:
         """The graph's inputs, with a copy of the batch."""
@@ -122,10 +123,13 @@ def _own_gradients(params: list[Tensor]) -> None:
 
 
 def _clip(subject: Subject) -> Tensor:
-    params = [p for p in subject.trained() if p.grad is not None]
-    if subject.max_norm:
-        return torch.nn.utils.clip_grad_norm_(params, subject.max_norm)
-    return torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    params, options = subject.trained(), subject.options
+    norm = total_norm(params, options.norm_type)
+    if options.max_norm:
+        torch.nn.utils.clip_grads_with_norm_(params, options.max_norm, norm)
+    if options.clip_value:
+        torch.nn.utils.clip_grad_value_(params, options.clip_value)
+    return norm
 
 
 def first_difference(subject: Subject) -> tuple[str | None, str]:

@@ -14,7 +14,7 @@ from ..device import rng_state
 from ..graph import OutputRole
 from ..torch_compat import pytree
 from .closeness import deviations, tolerance_for
-from .compiled import CompiledBatch, Variant
+from .compiled import CompiledBatch, StepOptions, Variant
 from .localize import Subject, first_difference, run_eager
 from .result import describe_nonfinite
 from .rollback import rolled_back
@@ -72,13 +72,13 @@ def verify_step(
     compiled: CompiledBatch,
     variant: Variant,
     batch: FlatBatch,
-    max_norm: float | None,
+    options: StepOptions,
 ) -> VerifyReport:
     """Compares one step of plain eager PyTorch with one run of ``variant``.
 
     Both start from the same parameters, buffers, optimizer state and random streams, and both are undone afterwards.
     """
-    subject = Subject(model, optimizer, call, compiled, variant, batch, max_norm)
+    subject = Subject(model, optimizer, call, compiled, variant, batch, options)
     named = {f"parameter {held.key}": held.tensor for held in tensors_of(model).params} if variant.may_round else {}
     before = {name: _copied(param) for name, param in named.items()}
     with rolled_back(model, optimizer):
@@ -95,7 +95,7 @@ def verify_step(
     remarks = [skipped] if skipped else []
     if compiled.step.region_writes:
         remarks.append("checkpointed regions that write buffers were run once in eager too")
-    if compiled.step.shared_gradients and max_norm:
+    if compiled.step.shared_gradients and options.max_norm:
         remarks.append("gradients that share memory were parted in eager too, which would clip them repeatedly")
     if not differences:
         return VerifyReport(True, compared, detail="; ".join(remarks))

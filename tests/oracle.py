@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -94,6 +94,7 @@ def eager_steps(
     *,
     max_norm: float | None = None,
     norm_type: float = 2.0,
+    clip_value: float | None = None,
     scheduler: Any = None,
     checkpoints: Sequence[int] = CHECKPOINTS,
     seed: int | None = 0,
@@ -111,6 +112,8 @@ def eager_steps(
         else:
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             norm = get_total_norm(gradients, norm_type)
+        if clip_value:
+            clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)  # also what no group holds: a gradient never outlives its step

@@ -1,0 +1,44 @@
+"""Clipping each element of the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..device import norm_uses_foreach
+from ..graph import OutputRole, Phase, StepGraph
+from .base import Pass, PassResult
+from .grad_norm import add_norm_call, grad_groups
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ClipValue(Pass):
+    """Clamps every element of every gradient to [-clip_value, clip_value], in place, after the norm was taken.
+
+    Bitwise what ``torch.nn.utils.clip_grad_value_`` does. With ``separate`` (fast tier) each gradient is clamped on its own.
+    """
+
+    name: ClassVar[str] = "clip_value"
+    requires: ClassVar[tuple[OutputRole, ...]] = (OutputRole.GRAD, OutputRole.NORM)
+    touches: ClassVar[frozenset[Phase]] = frozenset({Phase.NORM})
+
+    clip_value: float
+    separate: bool = False
+
+    def run(self, graph: StepGraph) -> PassResult:
+        grads = list(graph.output_nodes(OutputRole.GRAD).values())
+        touched = 0
+        with graph.graph.inserting_before(graph.output_node):
+            for group in grad_groups(grads):
+                touched += len(group)
+                if not self.separate and norm_uses_foreach(group[0].meta["val"].device):
+                    add_norm_call(graph, aten._foreach_clamp_min_.Scalar, (group, -self.clip_value))
+                    add_norm_call(graph, aten._foreach_clamp_max_.Scalar, (group, self.clip_value))
+                else:
+                    for grad in group:
+                        add_norm_call(graph, aten.clamp_.default, (grad, -self.clip_value, self.clip_value))
+        return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": touched})
