@@ -9,6 +9,7 @@ import numbers
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -20,6 +21,7 @@ from .capture import (
     CapturedUpdate,
     FlatBatch,
     LossCall,
+    ModuleTensors,
     batch_signature,
     capture_forward_backward,
     check_model,
@@ -63,8 +65,9 @@ logger = logging.getLogger("stepgraph")
 CAPTURES_BEFORE_WARNING = 8
 Signature = tuple[Hashable, int, tuple[int, ...]]  # batch; model; optimizer membership and companions of the model
 _WAYS_OUT = {
-    "precision": "until then call the step under torch.autocast, or keep the model in 16 bit",
+    "precision": 'precision="bf16" needs no loss scaling and is there',
 }
+_AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _METHODS_TO_COME = ("flush", "plan", "full_params", "state_dict", "load_state_dict", "save", "load")
 
 
@@ -106,6 +109,9 @@ def compile_train_step(
         criterion: ``criterion(model(inputs), targets)`` for batches ``(inputs, targets)``; exclusive with ``loss_fn``.
             With neither, a mapping is passed as ``model(**batch)``, a tuple or list as ``model(*batch)``, anything else as
             ``model(batch)``, and the output is the loss, or has it as ``.loss`` or ``["loss"]``.
+        precision: ``"bf16"`` runs model and loss under autocast in bfloat16, as ``with torch.autocast(...)`` around them does;
+            gradients and the update stay in the parameters' dtype.
+        master_weights: under ``"bf16"``, False updates parameters that are held in 16 bit as they are.
         max_norm: clips the norm of all gradients, taken as one vector, to this; None or 0 is off.
         norm_type: p of that norm and of ``StepResult.grad_norm``: 1 or more, or infinity (the largest absolute element).
         error_if_nonfinite: whether a norm that is not finite raises :class:`NonFiniteError`, whatever ``nonfinite`` says of
@@ -130,6 +136,8 @@ def compile_train_step(
         if isinstance(function, type):
             raise ConfigError(f"{name} is the class {function.__name__}; pass an instance, {function.__name__}()")
     _check_choice("precision", precision, ("fp32", "bf16", "fp16"))
+    if loss_scale is not None and precision != "fp16":
+        raise ConfigError(f'loss_scale={loss_scale!r} belongs to precision="fp16"; {precision} needs none')
     _check_choice("nonfinite", nonfinite, ("skip", "raise", "ignore"))
     _check_choice("numerics", numerics, ("exact", "fast"))
     _check_choice("lowering", lowering, ("auto", "eager", "inductor"))
@@ -140,9 +148,8 @@ def compile_train_step(
         raise ConfigError(f"norm_type must be a number of 1 or more, or infinity, got {norm_type!r}")
     _refuse_unimplemented(
         plan=(plan, plan in ("auto", "none")),
-        precision=(precision, precision == "fp32"),
-        master_weights=(master_weights, master_weights is True),
-        loss_scale=(loss_scale, loss_scale is None),
+        precision=(precision, precision != "fp16"),
+        master_weights=(master_weights, master_weights is True or precision == "bf16"),
         accumulate=(accumulate, accumulate == 1),
         memory_budget=(memory_budget, memory_budget is None),
         mesh=(mesh, mesh is None),
@@ -166,8 +173,25 @@ def compile_train_step(
         is_fast=is_fast,
         uses_inductor=lowering == "inductor" or (lowering == "auto" and is_fast),
     )
-    call = LossCall(loss_fn, criterion)
-    return TrainStep(model, optimizer, call, options, plan=str(plan), verify_first=verify == "first")
+    call = LossCall(loss_fn, criterion, _AUTOCAST_DTYPES[precision])
+    return TrainStep(
+        model,
+        optimizer,
+        call,
+        options,
+        plan=str(plan),
+        verify_first=verify == "first",
+        master_weights=bool(master_weights),
+    )
+
+
+def _refuse_16_bit_parameters(tensors: ModuleTensors) -> None:
+    held = [h.key for h in tensors.params if h.tensor.dtype in (torch.bfloat16, torch.float16)]
+    if held:
+        raise NotYetError(
+            f"parameters are held in 16 bit ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}), and fp32 masters for "
+            "them are not implemented yet; keep the model in fp32, which autocast casts as needed, or pass master_weights=False."
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -225,6 +249,7 @@ class TrainStep:
         *,
         plan: str,
         verify_first: bool,
+        master_weights: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -237,7 +262,9 @@ class TrainStep:
         self.model = model
         self.optimizer = optimizer
         self.last_verification: VerifyReport | None = None
-        self._call = call
+        self._call = replace(call, device_type=self._device.type)
+        if call.autocast_dtype is not None and master_weights:
+            _refuse_16_bit_parameters(self._tensors)
         self._options = options
         self._plan = plan
         self._verify_first = verify_first

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,16 @@ def optimizer_uses_foreach(params: list[Tensor]) -> bool:
 def compiles_updates(device: torch.device) -> bool:
     """Whether the fast tier compiles clip and update; where it does not, fused kernels over all parameters are faster."""
     return device.type == "cpu"
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """Within the context no operator is cast: a graph holds the casts of its capture already, and backward has none."""
+    with contextlib.ExitStack() as stack:
+        for device_type in SUPPORTED_DEVICE_TYPES:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def rng_state(devices: set[torch.device]) -> dict[torch.device, Tensor]:

@@ -23,10 +23,16 @@ class LossCall:
 
     ``loss_fn(model, batch)``, or ``criterion(model(inputs), targets)`` for ``batch = (inputs, targets)``, or neither:
     the model is called with the batch and its output is, or carries, the loss.
+
+    Attributes:
+        autocast_dtype: 16-bit dtype that model and loss run under autocast in, or None.
+        device_type: device type of that autocast, the parameters' own.
     """
 
     loss_fn: Callable[[nn.Module, Any], Any] | None = None
     criterion: Callable[[Any, Any], Any] | None = None
+    autocast_dtype: torch.dtype | None = None
+    device_type: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.loss_fn is not None and self.criterion is not None:
@@ -40,6 +46,12 @@ class LossCall:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Runs the model; returns the loss and the auxiliary output (None where there is none)."""
+        if self.autocast_dtype is None:
+            return self._run(model, batch)
+        with torch.autocast(self.device_type, self.autocast_dtype):
+            return self._run(model, batch)
+
+    def _run(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         if self.loss_fn is not None:
             out = self.loss_fn(model, batch)
             if isinstance(out, tuple):

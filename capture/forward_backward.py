@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..device import autocast_off
 from ..errors import CaptureError, StepGraphWarning
 from ..graph import (
     InputRole,
@@ -189,7 +190,8 @@ class _Trace:
             aux_leaves, self.aux_spec = pytree.tree_flatten(aux)
             self.context.follow_backward(loss)
             wanted = [stand_ins[id(h.tensor)] for h in self.trained]
-            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+            with autocast_off():  # around the call of a step, it is meant for the forward
+                grads = torch.autograd.grad(loss, wanted, allow_unused=True)
             rebound = self._rebound(stand_ins)
         self.used = [h for h, g in zip(self.trained, grads, strict=True) if g is not None]
         self._check_gradients(grads)

@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..device import optimizer_uses_foreach
+from ..device import autocast_off, optimizer_uses_foreach
 from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph, family_of
 from ..graph.ops import FUSED_TWINS
 from ..torch_compat import (
@@ -29,7 +29,7 @@ from ..torch_compat import (
     hyper_scalar,
     storage_key,
 )
-from .ambient import CAPTURE_LOCK, autocast_cache
+from .ambient import CAPTURE_LOCK
 from .context import TraceContext
 from .failures import capture_error, is_data_dependent, source_line_of
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
@@ -227,7 +227,7 @@ class _UpdateTrace:
             [self._fake_hyper(value) for value in self.hypers.values()],
         ]
         self.recorder.add_inputs([tensor for group in flat for tensor in group])
-        with fused_optimizers_replaced(FUSED_TWINS), self.mode, autocast_cache(), self.recorder:
+        with fused_optimizers_replaced(FUSED_TWINS), self.mode, autocast_off(), self.recorder:
             outputs = self._step(fake, *flat)
         return self._finish(self.recorder.finish(outputs))
 

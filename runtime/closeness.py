@@ -10,10 +10,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-# Largest allowed relative deviation in the 2-norm, by the coarsest dtype among the parameters. A step in single precision
-# deviates by some 1e-6 from rounding alone; a term that is missing shows at 1e-3 or more.
+# Largest allowed relative deviation in the 2-norm, by the coarsest dtype among parameters and autocast. A step in single
+# precision deviates by some 1e-6 from rounding alone; a term that is missing shows at 1e-3 or more.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 _INSIGNIFICANT = 1e-3  # of a kind's norm: values this small in all are held against that, not against themselves
+# Elements whose gradient is smaller than this, relative to the root mean square of all, may be noise: rounding of the sums that
+# cancel to zero. By the tolerance that goes with the dtype.
+_NOISE = {TOLERANCES[torch.bfloat16]: 0.1, TOLERANCES[torch.float16]: 0.02}
 
 
 @dataclass(frozen=True)
@@ -29,25 +32,28 @@ class Deviation:
     relative: float
 
 
-def tolerance_for(params: list[Tensor]) -> float:
-    """The tolerance for a model with these parameters."""
-    return max(TOLERANCES.get(p.dtype, TOLERANCES[torch.float32]) for p in params)
+def tolerance_for(params: list[Tensor], autocast_dtype: torch.dtype | None) -> float:
+    """The tolerance for a model with these parameters that runs under this autocast, if any."""
+    dtypes = {p.dtype for p in params} | ({autocast_dtype} if autocast_dtype is not None else set())
+    return max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)
 
 
 def deviations(
-    eager: dict[str, Any], other: dict[str, Any], before: dict[str, Tensor], grads: dict[str, Tensor]
+    eager: dict[str, Any], other: dict[str, Any], before: dict[str, Tensor], grads: dict[str, Tensor], tolerance: float
 ) -> Iterator[Deviation]:
     """The deviation of every floating-point tensor that both have.
 
     Of a parameter it is that of its change since ``before``, less what storing it rounds. Optimizers such as Adam move an
     element whose gradient is zero up to rounding as far as any other, so elements count by their gradient, up to a thousandth
-    of the gradients' root mean square. Non-finite elements have to be the same, or the deviation is infinite.
+    of the gradients' root mean square (a tenth in bfloat16, a fiftieth in half). Non-finite elements have to be the same, or
+    the deviation is infinite.
 
     Args:
         eager: values by name; ``parameter NAME`` for parameters.
         other: what is held against them.
         before: the parameters before the step, by those names.
         grads: eager's gradients, by those names.
+        tolerance: what the deviations will be held against (:func:`tolerance_for`).
     """
     elements = sum(g.numel() for g in grads.values())
     mean_square = sum(float(g.double().square().sum()) for g in grads.values()) / max(1, elements)
@@ -64,7 +70,8 @@ def deviations(
             error = (error - 2 * torch.finfo(mine.dtype).eps * value.abs()).clamp_min(0.0)
             value = value - before[name].double()
         if name in grads and mean_square:
-            weight = (grads[name].double().abs() / (_INSIGNIFICANT * mean_square**0.5)).clamp_max(1.0)
+            noise = _NOISE.get(tolerance, _INSIGNIFICANT) * mean_square**0.5
+            weight = (grads[name].double().abs() / noise).clamp_max(1.0)
             value, error = value * weight, error * weight
         errors[name] = (value[mine.isfinite()], error[mine.isfinite()])
     squares: dict[str, float] = defaultdict(float)

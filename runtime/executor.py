@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..device import autocast_off
 from ..errors import CaptureError
 from ..graph import StepGraph, effects_of
 from ..graph.ops import KERNELS
@@ -44,7 +45,7 @@ class Executor:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Runs the step on ``inputs`` (one for each placeholder, emptied) and returns the outputs."""
-        with torch.no_grad():
+        with torch.no_grad(), autocast_off():
             try:
                 return self._run(inputs)
             except Exception as error:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..device import autocast_off
 from ..graph import StepGraph, effects_of
 from ..torch_compat import grad_mode_below_autograd
 
@@ -21,7 +22,7 @@ def run_nodes(graph: StepGraph, inputs: list[Any]) -> Iterator[tuple[fx.Node, di
     remaining = {node: len(node.users) for node in graph.graph.nodes}
     for node in graph.calls:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        with grad_mode_below_autograd() if node.meta["grad_mode"] else torch.no_grad():
+        with autocast_off(), grad_mode_below_autograd() if node.meta["grad_mode"] else torch.no_grad():
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         yield node, values
         if effects_of(node).control and int(values[node]):

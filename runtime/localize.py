@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..capture import FlatBatch, LossCall, flatten_batch, regions_run_once
+from ..device import autocast_off
 from ..graph import UNINITIALISED, InputRole, Phase, StepGraph, family_of, tensors_in, writes_of
 from ..torch_compat import TorchDispatchMode, storage_key
 from .clipping import total_norm
@@ -105,10 +106,12 @@ def run_eager(subject: Subject) -> tuple[Tensor, Any, Tensor]:
     once = subject.compiled.step.region_writes  # eager's recompute would write a second time
     with regions_run_once(subject.model) if once else contextlib.nullcontext():
         loss, aux = subject.call(subject.model, subject.batch.copied())
-        loss.backward()
-    _own_gradients(subject.trained())
-    norm = _clip(subject)
-    subject.optimizer.step()
+        with autocast_off():
+            loss.backward()
+    with autocast_off():
+        _own_gradients(subject.trained())
+        norm = _clip(subject)
+        subject.optimizer.step()
     return loss, aux, norm
 
 
@@ -176,12 +179,13 @@ def _record_eager(subject: Subject) -> tuple[list[_Call], list[_Call], list[_Cal
     trained = subject.trained()
     with regions_run_once(subject.model), _Recorder() as forward_backward:
         loss, _ = subject.call(subject.model, subject.batch.copied())
-        grads = torch.autograd.grad(loss, trained, allow_unused=True)
+        with autocast_off():
+            grads = torch.autograd.grad(loss, trained, allow_unused=True)
     for param, grad in zip(trained, grads, strict=True):
         param.grad = None if grad is None else grad.clone()
-    with _Recorder() as clipping:
+    with autocast_off(), _Recorder() as clipping:
         _clip(subject)
-    with _Recorder() as update:
+    with autocast_off(), _Recorder() as update:
         subject.optimizer.step()
     return forward_backward.calls, clipping.calls, update.calls
 

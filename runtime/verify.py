@@ -101,8 +101,8 @@ def verify_step(
         return VerifyReport(True, compared, detail="; ".join(remarks))
     tolerance = deviation = 0.0
     if variant.may_round:
-        tolerance = tolerance_for(list(model.parameters()))
-        found = list(deviations(eager, graph, before, grads))
+        tolerance = tolerance_for(list(model.parameters()), call.autocast_dtype)
+        found = list(deviations(eager, graph, before, grads, tolerance))
         deviation = max(d.relative for d in found)
         judged = {d.name for d in found}
         beyond = [f"{d.name}: deviates by {d.relative:.1e}" for d in found if d.relative > tolerance]

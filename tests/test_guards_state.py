@@ -250,3 +250,40 @@ def test_functional_loss_that_reads_a_global_setting() -> None:
         torch.set_default_dtype(torch.float32)
     pair.run(x)
     assert pair.step.captures == 2
+
+
+class Islands(nn.Module):
+    """A product in single precision inside of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with fixtures.seeded(0):
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.a(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.b(hidden.float())
+
+
+def test_autocast_around_the_call_does_not_reach_what_was_captured_without() -> None:
+    """Neither an island without autocast nor backward, which eager runs outside of it."""
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    eager, graph = Islands(), Islands()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (eager, graph)]
+    step = sg.compile_train_step(graph, optimizers[1], loss_fn=loss_fn, max_norm=0.1)
+    for x in fixtures.inputs(3, 4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_fn(eager, x)
+            assert step.verify(x).equal
+            result = step(x)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(eager.parameters(), 0.1)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        assert torch.equal(loss.detach(), result.loss)
+        assert torch.equal(norm, result.grad_norm)
+        assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), graph.parameters(), strict=True))

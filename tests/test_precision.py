@@ -1,0 +1,158 @@
+"""``precision="bf16"``: the numbers of a loop by hand under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stepgraph as sg
+
+from . import fixtures, oracle, zoo
+from .portrait import assert_same, portrait
+
+FAST_ZOO = ["gpt2", "llama", "bert", "resnet"]
+
+
+def under_autocast(loss_fn: fixtures.LossFn) -> fixtures.LossFn:
+    """The loss as a loop by hand computes it."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(model, batch)
+
+    return loss
+
+
+def compare(
+    build: Callable[[], nn.Module], loss_fn: fixtures.LossFn, batches: list[Any], optimizer: str, **clip: Any
+) -> sg.TrainStep:
+    eager, graph = oracle.twin(build)
+    make = oracle.OPTIMIZERS[optimizer]
+    eager_optimizer, graph_optimizer = make(eager.parameters()), make(graph.parameters())
+    want = oracle.eager_steps(eager, eager_optimizer, under_autocast(loss_fn), batches, **clip)
+    step = sg.compile_train_step(graph, graph_optimizer, loss_fn=loss_fn, precision="bf16", **clip)
+    oracle.assert_bitwise(want, oracle.graph_steps(step, graph, graph_optimizer, batches))
+    return step
+
+
+@pytest.mark.parametrize(
+    "clip", [{}, {"max_norm": 0.05}, {"clip_value": 0.01}, {"max_norm": 0.05, "norm_type": 1.0}], ids=str
+)
+@pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw_forloop", "adamw_foreach", "adamw_fused"])
+@pytest.mark.parametrize("name", ["MLP", "TIED", "DROP", "BN"])
+@pytest.mark.feature("AMP-1", "AMP-10", "AMP-11", "AMP-13")
+def test_fixtures_are_bitwise(name: str, optimizer: str, clip: dict[str, float]) -> None:
+    make = fixtures.FIXTURES[name]
+    step = compare(lambda: make().model, make().loss_fn, fixtures.batches(make, 5), optimizer, **clip)
+    assert any(n.meta["val"].dtype is torch.bfloat16 for n in step.graph.calls if isinstance(n.meta["val"], Tensor))
+    assert step.verify(make().batch).equal
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST_ZOO else pytest.param(name, marks=pytest.mark.slow) for name in zoo.ZOO if name != "mixtral"],
+)
+def test_zoo_is_bitwise(name: str) -> None:
+    entry = zoo.ZOO[name]
+    batches = [entry.batch(seed) for seed in range(5)]
+    compare(entry.build, lambda m, batch: m(**batch).loss, batches, "adamw_fused", max_norm=1.0)
+
+
+class Twice(nn.Module):
+    """One layer used twice: with one cast for both, its gradients are summed in 16 bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw_fused"])
+def test_a_shared_layer_is_cast_once(optimizer: str) -> None:
+    step = compare(Twice, lambda m, x: m(x).float().square().mean(), fixtures.inputs(4, 8), optimizer)
+    casts = [n for n in step.captured_graph.calls if "_to_copy" in str(n.target) and n.args[0].op == "placeholder"]
+    of_parameters = [n for n in casts if str(n.args[0].meta["val"].shape) in ("torch.Size([8, 8])", "torch.Size([8])")]
+    assert len(of_parameters) == 2, "weight and bias, once each"
+
+
+@pytest.mark.case("B09")
+def test_both_norms_are_reported_and_the_update_is_clipped() -> None:
+    fixture = fixtures.mlp()
+    x, y = fixture.batch
+    optimizer = torch.optim.SGD(fixture.model.parameters(), lr=1.0, momentum=0.9)
+    step = sg.compile_train_step(fixture.model, optimizer, loss_fn=fixture.loss_fn, precision="bf16", max_norm=1.0)
+    result = step((x, y * 100))
+    assert result.grad_norm.item() > 1.0
+    assert result.grad_norm.dtype is torch.float32
+    assert 0.0 < result.clip_factor.item() < 1.0
+    seen = torch.cat([entries["momentum_buffer"].flatten() for entries in optimizer.state.values()])
+    assert seen.norm().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_loss_in_16_bit_stays_one_and_a_criterion_gives_fp32() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(5, 4)
+    plain = sg.compile_train_step(model, optimizer, loss_fn=lambda m, x: m(x).mean(), precision="bf16")
+    assert plain(x).loss.dtype is torch.bfloat16
+    step = sg.compile_train_step(model, optimizer, criterion=nn.CrossEntropyLoss(), precision="bf16")
+    assert step((x, torch.tensor([0, 1, 2, 0, 1]))).loss.dtype is torch.float32
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_autocast_around_the_call_is_overridden() -> None:
+    make = fixtures.FIXTURES["MLP"]
+    eager, graph = make(), make()
+    optimizers = [torch.optim.SGD(f.model.parameters(), lr=0.1) for f in (eager, graph)]
+    step = sg.compile_train_step(graph.model, optimizers[1], loss_fn=graph.loss_fn, precision="bf16")
+    with torch.autocast("cpu", torch.float16):
+        loss = under_autocast(eager.loss_fn)(eager.model, eager.batch)
+        got = step(graph.batch).loss
+    loss.backward()
+    optimizers[0].step()
+    assert torch.equal(loss.detach(), got)
+    assert all(torch.equal(a, b) for a, b in zip(eager.model.parameters(), graph.model.parameters(), strict=True))
+
+
+def test_in_the_fast_tier() -> None:
+    fixture = fixtures.FIXTURES["GPT"]()
+    optimizer = torch.optim.AdamW(fixture.model.parameters(), fused=True)
+    step = sg.compile_train_step(
+        fixture.model, optimizer, loss_fn=fixture.loss_fn, precision="bf16", numerics="fast", max_norm=1.0
+    )
+    for number in range(3):
+        torch.manual_seed(number)
+        report = step.verify(fixture.batch)
+        assert report.ok, str(report)
+        assert report.tolerance >= 0.15
+        assert step(fixture.batch).applied
+
+
+@pytest.mark.case("B17")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_need_masters_or_consent(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = portrait(model, optimizer)
+    with pytest.raises(sg.NotYetError, match=r"weight, bias.*master_weights=False"):
+        sg.compile_train_step(model, optimizer, precision="bf16")
+    assert_same(before, portrait(model, optimizer))
+    step = sg.compile_train_step(
+        model, optimizer, loss_fn=lambda m, x: m(x).float().square().mean(), precision="bf16", master_weights=False
+    )
+    assert step(torch.randn(3, 4)).applied
+    assert model.weight.dtype is dtype
+
+
+@pytest.mark.feature("AMP-8")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_scale_without_fp16_is_an_error(precision: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(sg.ConfigError, match=r'loss_scale=1024.* belongs to precision="fp16"'):
+        sg.compile_train_step(model, torch.optim.SGD(model.parameters()), precision=precision, loss_scale=1024.0)
