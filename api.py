@@ -190,7 +190,7 @@ def _refuse_16_bit_parameters(tensors: ModuleTensors) -> None:
     if held:
         raise NotYetError(
             f"parameters are held in 16 bit ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}), and fp32 masters for "
-            "them are not implemented yet; keep the model in fp32, which autocast casts as needed, or pass master_weights=False."
+            "them are not implemented yet; keep the model in fp32, which autocast casts, or pass master_weights=False."
         )
 
 

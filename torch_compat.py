@@ -72,6 +72,7 @@ __all__ = [
     "default_foreach",
     "device_and_dtype_groups",
     "dispatch_modes_disabled",
+    "differing_flags",
     "fake_kernel",
     "fake_snapshot",
     "foreach_norm_by_default",
@@ -87,6 +88,7 @@ __all__ = [
     "like_fake",
     "mark_stepped",
     "metadata_guard",
+    "numeric_flags",
     "module_hooks_of",
     "parameter_hooks_of",
     "pytree",
@@ -244,6 +246,29 @@ def fake_kernel(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]
 def has_symbolic_shape(fake: Tensor) -> bool:
     """Whether a size or stride of a fake tensor is a symbol. ``_has_symbolic_sizes_strides`` seen in 2.13."""
     return bool(fake._has_symbolic_sizes_strides)
+
+
+_NUMERIC_FLAGS: dict[str, Callable[[], Any]] = {
+    "the default dtype": torch.get_default_dtype,
+    "torch.backends.mkldnn.enabled": torch._C._get_mkldnn_enabled,
+    "torch.backends.cudnn.enabled": torch._C._get_cudnn_enabled,
+    "torch.backends.cudnn.deterministic": torch._C._get_cudnn_deterministic,
+    "torch.backends.cudnn.benchmark": torch._C._get_cudnn_benchmark,
+    "torch.backends.cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32,
+    "torch.use_deterministic_algorithms": torch._C._get_deterministic_algorithms,
+    "torch.set_float32_matmul_precision": torch._C._get_float32_matmul_precision,
+}
+_NUMERIC_GETTERS = list(_NUMERIC_FLAGS.values())
+
+
+def numeric_flags() -> list[Any]:
+    """Process-wide settings that change what operators compute and that no call carries. Getters seen in 2.13."""
+    return [get() for get in _NUMERIC_GETTERS]
+
+
+def differing_flags(before: list[Any], now: list[Any]) -> list[str]:
+    """Names of the settings of :func:`numeric_flags` that differ."""
+    return [name for name, a, b in zip(_NUMERIC_FLAGS, before, now, strict=True) if a != b]
 
 
 def is_composite(operator: torch._ops.OpOverload) -> bool:

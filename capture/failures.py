@@ -41,11 +41,12 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
         )
     if is_data_dependent(error):
         return CaptureError(
-            f"{during} branches on, or takes a shape from, the value of a tensor, which one graph cannot follow: "
-            f"{_first_line(error)}",
+            f"{during} needs the value of a tensor in Python: it branches on it, takes a shape from it, or converts it with "
+            f"float() or int(), which one graph cannot follow: {_first_line(error)}",
             module_path=module,
             source_line=line,
-            remedy="express the choice with torch.where or a mask; take numbers from the batch as Python values, which are "
+            remedy="express the choice with torch.where or a mask; compute with the tensor itself instead of a number made "
+            "of it (BatchNorm: with a number for momentum, not None); take numbers from the batch as Python values, which are "
             "guarded; move the decision out of the step; and to log a value, return the tensor as aux",
         )
     if isinstance(error, NotImplementedError) and (found := re.search(r"HigherOrderOperator (\w+)", str(error))):
@@ -70,7 +71,8 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
         remedy=(
             "check that optimizer.step() works in eager, with the state and the groups that it has"
             if during.endswith("step()")
-            else "check that the same batch works in eager"
+            else "run the same batch in eager: what fails there too is in the model; what works there is something that a "
+            "trace cannot follow, such as numpy(), packed sequences, or an operator without register_fake"
         )
         + "; the original error is chained below",
     )

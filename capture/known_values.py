@@ -64,23 +64,20 @@ class KnownValues:
             for fake, value in zip(results, tensors_in(self.compute(func, real_arguments)), strict=True):
                 self._values[fake] = value
 
-    def forget_written(self, func: Any, args: Any) -> None:
+    def forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """What ``func`` writes is no longer known, whatever name it has."""
         if not self._values:
             return
-        keys = {storage_key(t) for t in written_tensors(func, args)}
+        keys = {storage_key(t) for t in written_tensors(func, args, kwargs)}
         for fake in [t for t in self._values if storage_key(t) in keys]:
             del self._values[fake]
 
 
-def written_tensors(func: Any, args: Any) -> list[Tensor]:
-    """The tensors among ``args`` that an operator writes in place."""
-    return [
-        t
-        for a, schema in zip(args, func._schema.arguments, strict=False)
-        if schema.alias_info is not None and schema.alias_info.is_write
-        for t in tensors_in(a)
-    ]
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among the arguments that an operator writes in place."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for name in written for t in tensors_in(given.get(name))]
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..errors import CaptureError
 from ..graph import tensors_in
 from ..torch_compat import (
     FakeTensor,
@@ -22,9 +23,11 @@ from ..torch_compat import (
     GraphTracer,
     RecordingMode,
     constant_of,
+    differing_flags,
     forget_constant,
     has_symbolic_shape,
     is_composite,
+    numeric_flags,
     pytree,
     track_fixed_shape,
     track_tensor_tree,
@@ -65,6 +68,7 @@ class Recorder(RecordingMode):
         self.known = KnownValues()
         self.made: list[tuple[weakref.ref[Tensor], str | None]] = []
         self._label = label
+        self._flags = numeric_flags()
         self._tracer = GraphTracer(label)
         super().__init__(self._tracer, "fake")
 
@@ -89,6 +93,12 @@ class Recorder(RecordingMode):
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
         kwargs = kwargs or {}
+        if (flags := numeric_flags()) != self._flags:
+            raise CaptureError(
+                f"{', '.join(differing_flags(self._flags, flags))} is another here than before the step: the graph's operators "
+                "would run without the change.",
+                remedy="set it before the step and leave it; give dtypes to the functions that make tensors",
+            )
         if not _is_direct(func):
             return self._follow(func, types, args, kwargs)
         operands: list[FakeTensor] = []
@@ -103,7 +113,7 @@ class Recorder(RecordingMode):
         has_symbols = _SYMBOL in arguments
         real_arguments = None if has_symbols else self.known.arguments_of(func, args, kwargs, operands)
         if func._schema.is_mutable:
-            self.known.forget_written(func, args)
+            self.known.forget_written(func, args, kwargs)
         node = self._new_node(func, node_args, node_kwargs, _name_of(func))
         out, value = self._results.call(func, args, kwargs, operands, None if has_symbols else arguments)
         self._track(out, value, node)
@@ -122,8 +132,8 @@ class Recorder(RecordingMode):
             self._forget_constants(operands)
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             if any(constant_of(t) is None for t in operands):  # torch 2.13 overlooks tensors in lists
-                self._forget_constants(written_tensors(func, args))
-            self.known.forget_written(func, args)
+                self._forget_constants(written_tensors(func, args, kwargs))
+            self.known.forget_written(func, args, kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is not NotImplemented:
             self._note(func, out, operands, real_arguments, user_source_line())
@@ -182,6 +192,13 @@ class Recorder(RecordingMode):
 
     def _note(self, func: Any, out: Any, operands: Sequence[Tensor], real_arguments: Any, source: str | None) -> None:
         results = tensors_in(out)
+        for tensor in results:
+            if tensor.layout is not torch.strided:
+                raise CaptureError(
+                    f"{func} makes a sparse tensor ({tensor.layout}), which is not supported.",
+                    source_line=source,
+                    remedy="use dense tensors (to_dense()), or compute it outside of the step and pass it in dense",
+                )
         self.made += [(weakref.ref(t), source) for t in results if not any(t is o for o in operands)]
         if real_arguments is not None:
             self.known.learn(func, results, real_arguments)

@@ -144,9 +144,9 @@ def _declared_effects(target: torch._ops.OpOverload) -> Effects:
         return _OWN[name]
     if namespace in ("_c10d_functional", "c10d_functional"):
         return Effects(collective=True)
-    if namespace not in _KNOWN_NAMESPACES or name in _CHECKS:
-        return OPAQUE
     writes = tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    if namespace not in _KNOWN_NAMESPACES or name in _CHECKS:
+        return replace(OPAQUE, writes=writes)
     if not target._schema.returns and not writes and namespace == "aten":
         return OPAQUE  # called for an effect that its schema does not tell: it checks, prints or configures
     if name.startswith("aten::_fused_") and "state_steps" not in writes:

@@ -44,9 +44,9 @@ def deviations(
     """The deviation of every floating-point tensor that both have.
 
     Of a parameter it is that of its change since ``before``, less what storing it rounds. Optimizers such as Adam move an
-    element whose gradient is zero up to rounding as far as any other, so elements count by their gradient, up to a thousandth
-    of the gradients' root mean square (a tenth in bfloat16, a fiftieth in half). Non-finite elements have to be the same, or
-    the deviation is infinite.
+    element whose gradient is zero up to rounding as far as any other, so elements count by their squared gradient, up to a
+    thousandth of the gradients' root mean square (a tenth in bfloat16, a fiftieth in half). Non-finite elements have to be
+    the same, or the deviation is infinite.
 
     Args:
         eager: values by name; ``parameter NAME`` for parameters.
@@ -71,7 +71,7 @@ def deviations(
             value = value - before[name].double()
         if name in grads and mean_square:
             noise = _NOISE.get(tolerance, _INSIGNIFICANT) * mean_square**0.5
-            weight = (grads[name].double().abs() / noise).clamp_max(1.0)
+            weight = (grads[name].double().abs() / noise).clamp_max(1.0).square()
             value, error = value * weight, error * weight
         errors[name] = (value[mine.isfinite()], error[mine.isfinite()])
     squares: dict[str, float] = defaultdict(float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,13 @@ from ..graph import (
     Phase,
     StepGraph,
     family_of,
+    is_scalar_function,
     storages_of,
     target_name,
     tensors_in,
     written_nodes,
 )
-from .interpret import run_nodes
+from .interpret import Values, run_nodes
 from .rollback import rolled_back
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ class NonfiniteReport:
         if self.is_finite:
             return "the loss, the gradients and everything that the step writes are finite"
         if self.operator is None:
-            return f"{self.reaches} is not finite, since {self.key} comes in with {self.kind}"
+            where = f", at {self.source_line}" if self.source_line else ""
+            return f"{self.reaches} is not finite, since {self.key} comes in with {self.kind}{where}"
         lines = [
             f"{self.reaches} is not finite; the first {self.kind} on the way there is made by {self.operator} ({self.phase})",
             f"  node: {self.key}",
@@ -84,8 +87,8 @@ def find_nonfinite(graph: StepGraph, inputs: list[Any]) -> NonfiniteReport:
     """
     held = dict(zip(graph.placeholders, inputs, strict=True))
     trail = _Trail(graph, held)
-    values: dict[fx.Node, Any] = {}
-    for node, values in run_nodes(graph, inputs):
+    values: Values = {}
+    for node, values in run_nodes(graph, inputs, trail.look_at_written):
         trail.follow(node, values)
     values = {**held, **values}
     for node, what in _results(graph):
@@ -102,34 +105,55 @@ class _Trail:
         sources: for each such node, those whose non-finite values it read.
     """
 
-    def __init__(self, graph: StepGraph, inputs: dict[fx.Node, Any]) -> None:
+    def __init__(self, graph: StepGraph, inputs: Values) -> None:
         self.kinds: dict[fx.Node, str] = {}
         self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.order = {node: position for position, node in enumerate(graph.graph.nodes)}
         self._makers: dict[int, fx.Node] = {}  # by storage
+        self._before: dict[fx.Node, list[Tensor]] = {}
         for node, value in inputs.items():
-            if (kind := _kind_of(tensors_in(value))) is not None:
-                self.kinds[node] = kind
-                self._makers.update(dict.fromkeys(storages_of(node), node))
+            self._note(node, _kind_of(value), [node])
 
-    def follow(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    def look_at_written(self, node: fx.Node, values: Values) -> None:
+        """Remembers what a call is about to write over, where that is not finite."""
+        written = {operand: values[operand] for operand in _written(node)}
+        self._before = {n: [t.clone() for t in tensors_in(v)] for n, v in written.items() if _kind_of(v) is not None}
+
+    def follow(self, node: fx.Node, values: Values) -> None:
         """Notes what a call that just ran did to its result and to what it wrote."""
         if family_of(node.target) in UNINITIALISED:
             return
-        written = list(written_nodes(node))
-        changed = [*tensors_in(values[node]), *(t for operand in written for t in tensors_in(values[operand]))]
-        if (kind := _kind_of(changed)) is None:
-            return
-        self.kinds[node] = kind
-        sources = [self.maker_of(operand, values[operand]) for operand in node.all_input_nodes]
-        self.sources[node] = [source for source in sources if source is not None]
-        for changed_node in (node, *written):
-            self._makers.update(dict.fromkeys(storages_of(changed_node), node))
+        written = _written(node)
+        changed = [values[node], *(values[operand] for operand in written)]
+        kind = _kind_of(changed)
+        if kind is not None:
+            sources = [
+                self.maker_of(
+                    operand, self._before.get(operand, []) if operand in written else values[operand], changed
+                )
+                for operand in node.all_input_nodes
+            ]
+            self.sources[node] = [source for source in sources if source is not None]
+            self._note(node, kind, [node, *(n for n in written if _kind_of(values[n]) is not None)])
+        for operand in written:
+            if _kind_of(values[operand]) is None and all(map(_is_whole, tensors_in(values[operand]))):
+                for key in storages_of(operand):
+                    self._makers.pop(key, None)
 
-    def maker_of(self, node: fx.Node, value: Any) -> fx.Node | None:
-        """The call or input that made ``value``, which ``node`` stands for, non-finite; None where it is finite."""
+    def _note(self, node: fx.Node, kind: str | None, changed: list[fx.Node]) -> None:
+        if kind is not None:
+            self.kinds[node] = kind
+            self._makers.update((key, node) for n in changed for key in storages_of(n))
+
+    def maker_of(self, node: fx.Node, value: Any, result: Any = None) -> fx.Node | None:
+        """The call or input that made ``value``, which ``node`` stands for, non-finite.
+
+        None where it is finite, or where ``result``, which was computed from it, is non-finite in other places only.
+        """
+        if _kind_of(value) is None or not _may_come_from(value, result):
+            return None
         makers = [self._makers[key] for key in storages_of(node) if key in self._makers]
-        return makers[0] if makers and _kind_of(tensors_in(value)) is not None else None
+        return makers[0] if makers else (node if node in self.kinds else None)
 
     def ancestors(self, node: fx.Node) -> list[fx.Node]:
         """Where ``node`` got its non-finite value from, itself included, in execution order.
@@ -147,11 +171,40 @@ class _Trail:
         return sorted(found, key=self.order.__getitem__)
 
 
-def _kind_of(tensors: list[Tensor]) -> str | None:
-    floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
-    if any(bool(torch.isnan(t).any()) for t in floats):
-        return "nan"
-    return "inf" if any(bool(torch.isinf(t).any()) for t in floats) else None
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a call may write: of calls that are not operators, such as the optimizer's own step(), all that they get."""
+    return written_nodes(node) if isinstance(node.target, torch._ops.OpOverload) else _operands_of_python(node)
+
+
+def _operands_of_python(node: fx.Node) -> list[fx.Node]:
+    return [] if is_scalar_function(node.target) else list(node.all_input_nodes)
+
+
+def _kind_of(value: Any) -> str | None:
+    """``"nan"`` or ``"inf"`` where a number or tensor in ``value`` is that, else None."""
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else "inf" if math.isinf(value) else None
+    if isinstance(value, Tensor):
+        if not (value.is_floating_point() or value.is_complex()):
+            return None
+        return "nan" if bool(value.isnan().any()) else "inf" if bool(value.isinf().any()) else None
+    kinds = {_kind_of(item) for item in value} if isinstance(value, (list, tuple)) else set()
+    return "nan" if "nan" in kinds else "inf" if "inf" in kinds else None
+
+
+def _may_come_from(value: Any, result: Any) -> bool:
+    """False only where both have one shape, and ``value`` is finite wherever ``result`` is NaN, or infinite without one."""
+    values, results = tensors_in(value), tensors_in(result)
+    shapes = {t.shape for t in (*values, *results)}
+    if not values or not results or len(shapes) > 1:
+        return True
+    wrong = [r.isnan() if bool(r.isnan().any()) else r.isinf() for r in results]
+    return any(bool((~v.isfinite() & w).any()) for v in values for w in wrong)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all that there is in its memory."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _results(graph: StepGraph) -> Iterator[tuple[fx.Node, str]]:
@@ -180,6 +233,10 @@ def _report(graph: StepGraph, trail: _Trail, maker: fx.Node, what: str) -> Nonfi
     kind = trail.kinds[first]
     if first.op == "placeholder":
         spec = graph.inputs[graph.placeholders.index(first)]
+        if spec.role is InputRole.CONSTANT:
+            user = next(iter(first.users))
+            module, line = user.meta["key"].module, user.meta.get("source")
+            return NonfiniteReport(what, kind, None, "a constant of the code", module, line, user.meta["phase"])
         return NonfiniteReport(what, kind, key="the batch" if str(spec) == "batch batch" else str(spec))
     turned = next((n for n in ancestors if trail.kinds[n] == "nan"), None) if kind == "inf" else None
     became_nan = None

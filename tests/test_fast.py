@@ -243,6 +243,17 @@ def test_zoo_in_the_fast_tier(name: str) -> None:
     assert_close_for_steps(step, [model.batch(seed, model.masks[-1]) for seed in range(3)])
 
 
+def test_noise_before_a_batch_norm_is_no_deviation() -> None:
+    """The bias of a layer before BatchNorm has a gradient of rounding noise, which Adam turns into steps of full size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = sg.compile_train_step(
+        model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), max_norm=1.0, numerics="fast"
+    )
+    assert_close_for_steps(step, [torch.randn(16, 8) for _ in range(4)])
+
+
 def test_compilation_is_logged_and_shown_when_it_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

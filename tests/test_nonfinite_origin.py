@@ -67,6 +67,57 @@ def writes_in_place(x: Tensor) -> Tensor:
     return y * 2
 
 
+def overwrites_the_mask(x: Tensor) -> Tensor:
+    h = x.clone()
+    h.masked_fill_(x > 0.5, float("-inf"))
+    h.clamp_(min=-1.0)
+    return h.log_()  # overwrites_the_mask
+
+
+def masks_another_column(x: Tensor) -> Tensor:
+    h = x.clone()
+    h[:, 0].fill_(float("-inf"))
+    h[:, 1:].log_()  # masks_another_column
+    return h.softmax(-1)
+
+
+def zeroes_a_nan(x: Tensor) -> Tensor:
+    z = torch.full((4,), float("nan"))
+    z.zero_()
+    z.div_(0.0)  # zeroes_a_nan
+    return x + z
+
+
+def reuses_the_buffer(x: Tensor) -> Tensor:
+    scores = x.clone()
+    scores.masked_fill_(x > 0.5, float("-inf"))
+    weights = scores.softmax(-1)
+    scores.copy_(weights - 0.3)
+    return scores.log_()  # reuses_the_buffer
+
+
+def is_beside_an_infinity(x: Tensor) -> Tensor:
+    h = x.masked_fill(x > 0.5, float("inf"))
+    return 1 / torch.sqrt(h)  # is_beside_an_infinity
+
+
+@torch.library.custom_op("stepgraph_tests::log_into", mutates_args=("out",))
+def log_into(x: Tensor, out: Tensor) -> None:
+    """Writes the logarithm of ``x``."""
+    out.copy_(x.log())
+
+
+@log_into.register_fake
+def _(x: Tensor, out: Tensor) -> None:
+    return None
+
+
+def calls_a_custom_operator(x: Tensor) -> Tensor:
+    out = torch.zeros(3, 4)
+    log_into(x.detach(), out)  # calls_a_custom_operator
+    return x * out[:, 0:4]
+
+
 def step_of(model: nn.Module, **options: Any) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return sg.compile_train_step(model, optimizer, loss_fn=lambda m, x: m(x).sum(), **options)
@@ -79,6 +130,12 @@ ORIGINS = [
     (masks_with_infinity, "aten.log.default", "nan", Phase.FORWARD, "the loss"),
     (masks_everything, "aten.masked_fill.Scalar", "inf", Phase.FORWARD, "the loss"),
     (writes_in_place, "aten.div_.Tensor", "inf", Phase.FORWARD, "the loss"),
+    (overwrites_the_mask, "aten.log_.default", "nan", Phase.FORWARD, "the loss"),
+    (masks_another_column, "aten.log_.default", "nan", Phase.FORWARD, "the loss"),
+    (zeroes_a_nan, "aten.div_.Tensor", "nan", Phase.FORWARD, "the loss"),
+    (reuses_the_buffer, "aten.log_.default", "nan", Phase.FORWARD, "the loss"),
+    (is_beside_an_infinity, "aten.sqrt.default", "nan", Phase.FORWARD, "the loss"),
+    (calls_a_custom_operator, "stepgraph_tests.log_into.default", "nan", Phase.FORWARD, "the loss"),
 ]
 
 
@@ -154,3 +211,37 @@ def test_the_error_points_to_it() -> None:
     step = step_of(Model(log_of_negative), nonfinite="raise")
     with pytest.raises(sg.NonFiniteError, match="find_nonfinite"):
         step(X)
+
+
+def test_an_opaque_update_that_writes_a_nan_is_named() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.RAdam(model.parameters(), lr=0.1)
+    step = sg.compile_train_step(model, optimizer, loss_fn=lambda m, x: m(x).square().mean())
+    step(X), step(X)
+    assert step.find_nonfinite(X).is_finite
+    for entries in optimizer.state.values():
+        entries["exp_avg"].fill_(float("nan"))
+    report = step.find_nonfinite(X)
+    assert (report.phase, report.reaches) == (Phase.UPDATE, "param weight")
+    assert "RAdam.step" in report.operator
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_hyperparameter_that_is_not_finite_is_named(make: Any) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = make(model.parameters(), lr=0.1)
+    step = sg.compile_train_step(model, optimizer, loss_fn=lambda m, x: m(x).square().mean())
+    step(X)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    report = step.find_nonfinite(X)
+    assert (report.kind, report.key) == ("nan", "hyper group.0.lr")
+
+
+def times_a_nan(x: Tensor) -> Tensor:
+    return x * torch.tensor(float("nan"))  # times_a_nan
+
+
+def test_a_constant_that_is_not_finite_is_named_by_its_line() -> None:
+    report = step_of(Model(times_a_nan)).find_nonfinite(X)
+    assert (report.kind, report.key, report.module_path) == ("nan", "a constant of the code", "head")
+    assert report.source_line in str(report)

@@ -169,3 +169,124 @@ class PenalisesGradients(nn.Module):
 
 def test_double_backward() -> None:
     both(PenalisesGradients, fixtures.own_output, [torch.randn(3, 4)] * 5)
+
+
+@torch.library.custom_op("stepgraph_tests::double_into", mutates_args=("out",))
+def double_into(x: Tensor, out: Tensor) -> None:
+    """Writes twice ``x``."""
+    out.copy_(x * 2)
+
+
+@double_into.register_fake
+def _(x: Tensor, out: Tensor) -> None:
+    return None
+
+
+class Scratch(nn.Module):
+    """A layer and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("memory", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def writes_one_of_two_zeros(m: Scratch, x: Tensor) -> Tensor:
+    a, b = torch.zeros(4, 8), torch.zeros(4, 8)
+    double_into(x, a)
+    return (m(x) * a + b).square().mean()
+
+
+def writes_one_of_two_copies(m: Scratch, x: Tensor) -> Tensor:
+    y = x.clone()
+    double_into(x, y)
+    return (m(x) * y + x.clone()).square().mean()
+
+
+def reads_before_and_after(m: Scratch, x: Tensor) -> Tensor:
+    before = m.memory.t().sum()
+    double_into(x, m.memory)
+    return m(x).mean() * (before - m.memory.t().sum())
+
+
+@pytest.mark.parametrize("loss", [writes_one_of_two_zeros, writes_one_of_two_copies, reads_before_and_after])
+def test_what_custom_operators_write_is_not_merged_with_what_they_do_not(loss) -> None:
+    step, model = both(Scratch, loss, fixtures.inputs(4, 8))
+    fast = sg.compile_train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss, numerics="fast", lowering="eager"
+    )
+    assert fast.verify(torch.ones(4, 8)).ok
+
+
+def adds_into_zeros(m: Scratch, x: Tensor) -> Tensor:
+    total = torch.zeros(8)
+    torch.add(x[0], 1, out=total)
+    return (m(x) * total.sum().item()).square().mean()
+
+
+def adds_into_a_constant(m: Scratch, x: Tensor) -> Tensor:
+    total = torch.tensor(0.0)
+    torch.add(x[0, 0], 1, out=total)
+    return (m(x) * total.item()).square().mean()
+
+
+def branches_on_what_was_added(m: Scratch, x: Tensor) -> Tensor:
+    total = torch.tensor(0.0)
+    torch.add(x[0, 0], 1, out=total)
+    return m(x).square().mean() if total == 0 else m(2 * x).square().mean()
+
+
+@pytest.mark.parametrize("loss", [adds_into_zeros, adds_into_a_constant])
+def test_constants_that_an_out_argument_overwrites_are_no_longer_known(loss) -> None:
+    both(Scratch, loss, fixtures.inputs(4, 8))
+
+
+def test_a_branch_on_such_a_constant_is_refused() -> None:
+    model = Scratch()
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters()), loss_fn=branches_on_what_was_added)
+    with pytest.raises(sg.CaptureError, match="needs the value of a tensor"):
+        step(torch.ones(4, 8))
+
+
+def under_another_default_dtype(m: Scratch, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return (m(x) * (torch.arange(8.0) / 3)).float().square().mean()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def without_mkldnn(m: Scratch, x: Tensor) -> Tensor:
+    with torch.backends.mkldnn.flags(enabled=False):
+        return m(x).square().mean()
+
+
+def sparse(m: Scratch, x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(4).to_sparse(), m(x)).square().mean()
+
+
+def sparse_rows(m: Scratch, x: Tensor) -> Tensor:
+    return (torch.eye(4).to_sparse_csr() @ m(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (under_another_default_dtype, "the default dtype is another here"),
+        (without_mkldnn, "torch.backends.mkldnn.enabled is another here"),
+        (sparse, "makes a sparse tensor"),
+        (sparse_rows, "makes a sparse tensor"),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_what_the_graph_s_calls_would_not_carry_is_refused(loss, says: str) -> None:
+    model = Scratch()
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters()), loss_fn=loss)
+    with pytest.raises(sg.CaptureError, match=says) as caught:
+        step(torch.ones(4, 8))
+    assert "test_traps.py" in caught.value.source_line
+    assert torch.get_default_dtype() is torch.float32
