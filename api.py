@@ -472,7 +472,11 @@ class TrainStep:
     def _finish(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> StepResult:
         gate = variant.first(OutputRole.NONFINITE, outputs)
         code = 0 if gate is None else int(gate)
-        reason, parameter = describe_nonfinite(code, compiled.step.grad_keys) if code else (None, None)
+        reason, parameter = (
+            describe_nonfinite(code, compiled.step.grad_keys, variant.first(OutputRole.LOSS, outputs))
+            if code
+            else (None, None)
+        )
         variant.binding.store(outputs)
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
         if reason is None:

@@ -112,6 +112,8 @@ def _loss_in(output: Any) -> Any:
 def _describe(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, Tensor):
+        return f"tensor of shape {list(value.shape)}"
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with keys {sorted(map(str, value))}"
     return type(value).__name__
@@ -165,6 +167,12 @@ def _describe_leaf(leaf: Any) -> str:
 def flatten_batch(batch: Any) -> FlatBatch:
     """Flattens ``batch``. Mappings that are no registered pytree (HF's ``BatchEncoding``) are flattened as dicts are."""
     leaves, spec = pytree.tree_flatten(_plain(batch))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise CaptureError(
+                f"the batch holds a sparse tensor ({leaf.layout}, {list(leaf.shape)}), which is not supported.",
+                remedy="pass it dense (to_dense())",
+            )
     kind = None if isinstance(batch, Tensor) else type(batch)  # a fake tensor stands for a real one
     return FlatBatch(leaves, (kind, spec), batch)
 

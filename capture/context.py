@@ -19,7 +19,8 @@ from ..torch_compat import autograd_sequence_number, sequence_number_of, traced_
 _HIDDEN_FRAMES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _TORCH_DIR = _HIDDEN_FRAMES[0] + os.sep
 _OWN_DIRS = tuple(
-    os.path.join(_HIDDEN_FRAMES[1], name) + os.sep for name in ("capture", "graph", "passes", "runtime", "planner")
+    os.path.join(_HIDDEN_FRAMES[1], name) + os.sep
+    for name in ("capture", "graph", "passes", "runtime", "planner", "tools")
 ) + tuple(os.path.join(_HIDDEN_FRAMES[1], name) for name in ("api.py", "torch_compat.py"))
 
 

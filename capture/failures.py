@@ -14,6 +14,7 @@ from ..torch_compat import (
 )
 from .context import TraceContext, is_internal_file, user_source_line
 
+_SYMBOL_IN_TEXT = re.compile(r"unsupported format string passed to Sym|must be real number, not Sym")
 _DATA_DEPENDENT = (DataDependentOutputException, GuardOnDataDependentSymNode, DynamicOutputShapeException)
 
 
@@ -41,8 +42,8 @@ def capture_error(error: Exception, context: TraceContext, during: str) -> StepG
         )
     if is_data_dependent(error):
         return CaptureError(
-            f"{during} needs the value of a tensor in Python: it branches on it, takes a shape from it, or converts it with "
-            f"float() or int(), which one graph cannot follow: {_first_line(error)}",
+            f"{during} needs the value of a tensor in Python: it branches on it, takes a shape from it, formats it, or "
+            f"converts it with float() or int(), which one graph cannot follow: {_first_line(error)}",
             module_path=module,
             source_line=line,
             remedy="express the choice with torch.where or a mask; compute with the tensor itself instead of a number made "
@@ -94,7 +95,7 @@ def _unsupported_operator(error: BaseException | None) -> str | None:
 def is_data_dependent(error: BaseException | None) -> bool:
     """Whether an error, or one that caused it, says that a trace came upon the value of a tensor."""
     while error is not None:
-        if isinstance(error, _DATA_DEPENDENT):
+        if isinstance(error, _DATA_DEPENDENT) or (isinstance(error, TypeError) and _SYMBOL_IN_TEXT.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False

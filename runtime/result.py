@@ -35,11 +35,13 @@ class StepResult:
     step: int
 
 
-def describe_nonfinite(code: int, grad_keys: list[str]) -> tuple[str, str | None]:
+def describe_nonfinite(code: int, grad_keys: list[str], loss: Tensor) -> tuple[str, str | None]:
     """Text and offending parameter for a code of ``stepgraph::nonfinite_code`` that is not 0."""
     if code == NONFINITE_LOSS:
         return "the loss is not finite", None
     if code == NONFINITE_NORM:
         return "every gradient is finite but their norm overflows", None
     key = grad_keys[code - NONFINITE_GRAD]
+    if not bool(loss.isfinite().all()):
+        return f"the loss is not finite, nor is the gradient of {key}", key
     return f"the gradient of {key} is not finite", key

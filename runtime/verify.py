@@ -54,7 +54,8 @@ class VerifyReport:
                 "bitwise equal to" if self.equal else f"within {self.deviation:.1e} (allowed: {self.tolerance:.0e}) of"
             )
             return f"{how} eager ({what})" + (f"; {self.detail}" if self.detail else "")
-        lines = [f"differs from eager in {len(self.differences)} of the compared values ({what})"]
+        allowed = f"; {self.tolerance:.0e} is allowed" if self.tolerance else ""
+        lines = [f"differs from eager in {len(self.differences)} of the compared values ({what}){allowed}"]
         lines += [f"  {line}" for line in self.differences[:10]]
         if len(self.differences) > 10:
             lines.append(f"  ... and {len(self.differences) - 10} more")
@@ -120,7 +121,7 @@ def _skip_reason(compiled: CompiledBatch, variant: Variant, outputs: list[Any]) 
     code = variant.first(OutputRole.NONFINITE, outputs)
     if code is None or not int(code):
         return ""
-    reason, _ = describe_nonfinite(int(code), compiled.step.grad_keys)
+    reason, _ = describe_nonfinite(int(code), compiled.step.grad_keys, variant.first(OutputRole.LOSS, outputs))
     return f"the update is skipped, since {reason}; eager's update was not compared"
 
 

@@ -180,3 +180,10 @@ def test_gradient_penalty() -> None:
         return F.mse_loss(out, batch[1]) + grad.square().sum()
 
     compare(lambda: fixtures.mlp().model, fixtures.batches(fixtures.mlp, 5), loss_fn)
+
+
+def test_sparse_batches_are_refused() -> None:
+    model = nn.Linear(4, 1)
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters()), loss_fn=lambda m, x: m(x.to_dense()).sum())
+    with pytest.raises(sg.CaptureError, match="sparse tensor"):
+        step(torch.eye(4).to_sparse())

@@ -143,8 +143,15 @@ def test_schedulers_and_optimizers_inside_of_the_loss_are_refused() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-@pytest.mark.parametrize("read", [lambda loss: loss.item(), float], ids=["item", "float"])
-def test_values_read_for_logging_say_to_return_the_tensor(read: Callable[[Tensor], float]) -> None:
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda loss: loss.item(),
+    "float": float,
+    "text": lambda loss: f"{loss.item():.3f}",
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_values_read_for_logging_say_to_return_the_tensor(read: Callable[[Tensor], Any]) -> None:
     model = nn.Linear(4, 3)
 
     def logged(m: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, float]]:

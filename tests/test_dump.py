@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,56 @@ def test_a_fake_batch_can_be_prepared_for_a_dump() -> None:
         loss_fn=lambda m, x: m(x).sum(),
     )
     assert job.compile().prepare(job.batch).op_counts()["aten.t.default"] >= 1
+
+
+def test_a_parameter_s_way_through_norm_clip_and_update_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every number in the lines is said to be something, and each stage what it does."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    text = dumped(capsys, "llama-tiny", "--module", name)
+    legend = dict(re.findall(r"^    (%\d+)  \S+  (.*)$", text.partition("\nnorm: ")[0], re.MULTILINE))
+    by_meaning = {what: number for number, what in legend.items()}
+    assert {
+        f"param {name}",
+        f"gradient of {name}",
+        "the norm",
+        "the factor of clipping",
+        "hyper group.0.lr",
+    } <= by_meaning.keys()
+    grad = by_meaning[f"gradient of {name}"]
+    assert re.search(rf"_foreach_norm\(\[{grad} and .*?# a norm for each gradient", text, re.DOTALL)
+    assert re.search(
+        rf"_foreach_mul_\(\[{grad} and .*{by_meaning['the factor of clipping']}\).*# clips the gradients", text
+    )
+    assert re.search(rf"stepgraph.fused_adamw_\(\[{by_meaning[f'param {name}']} and .*\[{grad} and", text)
+    shown = set(re.findall(r"%\d+", text.partition("\nnorm: ")[2]))
+    defined = set(re.findall(r"^    (%\d+) =", text, re.MULTILINE))
+    assert shown - defined <= legend.keys()
+
+
+def job_that_wants_an_argument(size: int) -> Any:
+    raise AssertionError(size)
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        ("job: llama-tiny\noptions: {max_nrom: 0.25}\n", "did you mean max_norm"),
+        ("job: llama-tiny\noptions: {zzz: 1}\n", "options are .*max_norm"),
+        ("job: llama-tiny\noptions: [1]\n", "names and values"),
+        ("job: llama-tiny\nmax_norm: 0.25\n", "under options"),
+    ],
+)
+def test_mistakes_in_a_job_file_are_told(tmp_path: Path, contents: str, says: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(contents)
+    with pytest.raises(sg.ConfigError, match=says) as caught:
+        load_job(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_a_job_function_that_wants_arguments_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("jobs_of_a_test")
+    module.job = job_that_wants_an_argument  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jobs_of_a_test", module)
+    with pytest.raises(sg.ConfigError, match="called without arguments, and missing a required argument: 'size'"):
+        load_job("jobs_of_a_test:job")

@@ -12,7 +12,19 @@ from typing import Any
 from torch import fx
 
 from ..errors import ConfigError
-from ..graph import InputRole, Phase, StepGraph, describe_type, format_operand, storage_bytes, target_name, type_of
+from ..graph import (
+    InputRole,
+    OutputRole,
+    Phase,
+    StepGraph,
+    describe_type,
+    effects_of,
+    family_of,
+    format_operand,
+    storage_bytes,
+    target_name,
+    type_of,
+)
 
 _CAPTURED = (Phase.FORWARD, Phase.BACKWARD)
 _MANY_OPERANDS = 6
@@ -52,7 +64,8 @@ class Dump:
         self.folds = folds
         self.names = {n: f"%{i}" for i, n in enumerate(n for n in graph.graph.nodes if n.op != "output")}
         self._specs = dict(zip(graph.placeholders, graph.inputs, strict=True))
-        self._marked: set[fx.Node] = set()
+        self._marked: dict[fx.Node, str] = {}
+        self._stages = self._named_stages()
 
     def text(self, selection: Selection = Selection()) -> str:
         """Inputs, calls by phase and module, and outputs; with a selection only the calls.
@@ -61,10 +74,10 @@ class Dump:
             ConfigError: nothing is selected.
         """
         calls = self.selected(selection)
-        self._marked = self._of_parameters(selection.module) if selection.module else set()
+        self._marked = self._of_parameters(selection.module) if selection.module else {}
         if selection.around is not None:
             return "\n".join(self._neighbourhood(self._find(selection.around), calls))
-        lines = [] if selection.phase or selection.module else list(self._inputs())
+        lines = list(self._legend(calls)) if selection.phase or selection.module else list(self._inputs())
         for phase, group in groupby(calls, key=lambda n: n.meta["phase"]):
             nodes = list(group)
             lines.append(f"{phase}: {len(nodes)} operators")
@@ -88,7 +101,7 @@ class Dump:
                 n
                 for n in calls
                 if _is_within(n.meta["key"].module, module)
-                or (n.meta["phase"] not in _CAPTURED and not values.isdisjoint(n.all_input_nodes))
+                or (n.meta["phase"] not in _CAPTURED and not values.keys().isdisjoint(n.all_input_nodes))
             ]
         if selection.around is not None:
             position = self.graph.calls.index(self._find(selection.around))
@@ -102,11 +115,11 @@ class Dump:
             )
         return calls
 
-    def _of_parameters(self, module: str) -> set[fx.Node]:
-        """Parameters below ``module`` with their state, and the gradients that update them."""
-        owned = {n for n, spec in self._specs.items() if _is_within(spec.key.partition("/")[0], module)}
-        owned = {n for n in owned if self._specs[n].role in (InputRole.PARAM, InputRole.STATE)}
-        grads = set()
+    def _of_parameters(self, module: str) -> dict[fx.Node, str]:
+        """Parameters below ``module`` with their state, and the gradients that update them; with what they are."""
+        owned = {n: str(s) for n, s in self._specs.items() if s.role in (InputRole.PARAM, InputRole.STATE)}
+        owned = {n: what for n, what in owned.items() if _is_within(self._specs[n].key.partition("/")[0], module)}
+        grads: dict[fx.Node, str] = {}
         for node in self.graph.calls:
             if node.meta["phase"] is not Phase.UPDATE:
                 continue
@@ -114,9 +127,48 @@ class Dump:
             parallel = zip(*(v for v in lists if len(v) == len(lists[0])), strict=True) if lists else ()
             for values in (*parallel, node.args):
                 nodes = [v for v in values if isinstance(v, fx.Node)]
-                if not owned.isdisjoint(nodes):
-                    grads |= {n for n in nodes if n.op == "call_function" and n.meta["phase"] in _CAPTURED}
+                if found := [n for n in nodes if n in owned]:
+                    what = f"gradient of {self._specs[found[0]].key.partition('/')[0]}"
+                    grads.update((n, what) for n in nodes if n.op == "call_function" and n.meta["phase"] in _CAPTURED)
         return owned | grads
+
+    def _named_stages(self) -> dict[fx.Node, str]:
+        """What the calls between backward and update are for."""
+        roles = {
+            OutputRole.LOSS: "the loss",
+            OutputRole.NORM: "the norm",
+            OutputRole.CLIP_FACTOR: "the factor of clipping",
+        }
+        stages = {}
+        for node in self.graph.calls:
+            if node.meta["phase"] is not Phase.NORM:
+                continue
+            if effects_of(node).control:
+                stages[node] = "ends the step here unless 0"
+            elif effects_of(node).writes:
+                stages[node] = "clips the gradients"
+            elif family_of(node.target) == "_foreach_norm":
+                stages[node] = "a norm for each gradient"
+            elif family_of(node.target) == "nonfinite_code":
+                stages[node] = "0 where all is finite"
+        for role, what in roles.items():
+            if isinstance(node := self.graph.output_of(role), fx.Node):
+                stages[node] = what
+        return stages
+
+    def _legend(self, calls: list[fx.Node]) -> Iterator[str]:
+        """What the values are that a selection's lines name and do not show, where it is by parameters."""
+        if not self._marked or all(n.meta["phase"] in _CAPTURED for n in calls):
+            return
+        named = dict(self._marked)
+        for operand in (n for call in calls for n in call.all_input_nodes if n not in calls):
+            spec = self._specs.get(operand.all_input_nodes[0]) if operand.all_input_nodes else None
+            if operand in self._stages:
+                named[operand] = self._stages[operand]
+            elif spec is not None and spec.role is InputRole.HYPER:
+                named[operand] = str(spec)
+        yield "values"
+        yield from self._shortened([f"    {self.names[n]}  {_type(n)}  {what}" for n, what in named.items()])
 
     def _find(self, name: str) -> fx.Node:
         for node in self.graph.calls:
@@ -179,7 +231,8 @@ class Dump:
         size = f"  {_bytes(storage_bytes(node))}" if kind != "-" else ""
         region = f"  region {node.meta['region']}" if node.meta.get("region") is not None else ""
         head = f"{mark}{self.names[node]} = {_short(node)}("
-        yield from _wrapped(head, operands, f"{kind}{size}{region}", self.width)
+        stage = f"  # {self._stages[node]}" if node in self._stages else ""
+        yield from _wrapped(head, operands, f"{kind}{size}{region}{stage}", self.width)
 
     def _positions(self, node: fx.Node) -> list[int]:
         """Which items of long lists of operands are shown: those of the selected parameters, or the first and the last."""

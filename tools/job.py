@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -69,6 +71,10 @@ def _from_function(name: str) -> Job:
         raise ConfigError(f"job {name!r}: {error}. The form is package.module:function") from error
     finally:
         sys.path.remove("")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(f"job {name!r}: {function_name}() is called without arguments, and {error}") from error
     job = function()
     if not isinstance(job, Job):
         raise ConfigError(
@@ -90,12 +96,25 @@ def _from_file(path: Path) -> Job:
     unknown = set(contents) - {"job", "options"} if isinstance(contents, dict) else None
     if unknown is None or unknown or not isinstance(contents.get("job"), str):
         raise ConfigError(
-            f"job file {path}: expected the keys job (a preset or package.module:function) and options (arguments of "
-            f"compile_train_step), got {sorted(contents) if isinstance(contents, dict) else type(contents).__name__}"
+            f"job file {path}: expected the keys job (a preset or package.module:function) and, under options, arguments of "
+            f"compile_train_step; got {sorted(contents) if isinstance(contents, dict) else type(contents).__name__}"
         )
+    options = contents.get("options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"job file {path}: options must be names and values, got {type(options).__name__}")
+    for option in options:
+        if option not in _OPTIONS:
+            near = difflib.get_close_matches(str(option), _OPTIONS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"options are {', '.join(_OPTIONS)}"
+            raise ConfigError(f"job file {path}: {option!r} is no option of compile_train_step; {hint}")
     job = load_job(contents["job"])
-    job.options.update(contents.get("options") or {})
+    job.options.update(options)
     return job
+
+
+_OPTIONS = [
+    name for name, p in inspect.signature(compile_train_step).parameters.items() if p.kind is p.KEYWORD_ONLY
+] + ["plan"]
 
 
 def _yaml(text: str) -> Any:
