@@ -160,15 +160,19 @@ class Dump:
         """What the values are that a selection's lines name and do not show, where it is by parameters."""
         if not self._marked or all(n.meta["phase"] in _CAPTURED for n in calls):
             return
-        named = dict(self._marked)
+        named: dict[fx.Node, str] = {}
         for operand in (n for call in calls for n in call.all_input_nodes if n not in calls):
             spec = self._specs.get(operand.all_input_nodes[0]) if operand.all_input_nodes else None
-            if operand in self._stages:
+            if operand in self._stages and operand not in self._marked:
                 named[operand] = self._stages[operand]
             elif spec is not None and spec.role is InputRole.HYPER:
                 named[operand] = str(spec)
         yield "values"
-        yield from self._shortened([f"    {self.names[n]}  {_type(n)}  {what}" for n, what in named.items()])
+        yield from self._shortened([self._meaning(n, what) for n, what in self._marked.items()])
+        yield from (self._meaning(n, what) for n, what in named.items())
+
+    def _meaning(self, node: fx.Node, what: str) -> str:
+        return f"    {self.names[node]}  {_type(node)}  {what}"
 
     def _find(self, name: str) -> fx.Node:
         for node in self.graph.calls:
