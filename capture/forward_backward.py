@@ -255,6 +255,13 @@ class _Trace:
                     module_path=held.key.rpartition(".")[0],
                     remedy="use dense gradients (sparse=False)",
                 )
+        if self.recorder.sparse is not None:
+            operator, source = self.recorder.sparse
+            raise CaptureError(
+                f"{operator} makes a sparse tensor, which is not supported.",
+                source_line=source,
+                remedy="use dense tensors (to_dense()), or compute it outside of the step and pass it in dense",
+            )
 
     def _rebound(self, stand_ins: dict[int, Tensor]) -> list[tuple[str, Tensor]]:
         """Places that forward bound to another tensor (``self.n = self.n + 1``), and that tensor."""

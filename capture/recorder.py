@@ -61,11 +61,13 @@ class Recorder(RecordingMode):
         graph: what was recorded.
         known: values that depend on nothing but constants.
         made: every tensor that the recorded code made, weakly, with the source line that made it.
+        sparse: the first operator that made a tensor which is not strided, with its source line, or None.
     """
 
     def __init__(self, mode: FakeTensorMode, label: Callable[[fx.Node], None]) -> None:
         self._results = FakeResults(mode)
         self.known = KnownValues()
+        self.sparse: tuple[Any, str | None] | None = None
         self.made: list[tuple[weakref.ref[Tensor], str | None]] = []
         self._label = label
         self._flags = numeric_flags()
@@ -192,13 +194,8 @@ class Recorder(RecordingMode):
 
     def _note(self, func: Any, out: Any, operands: Sequence[Tensor], real_arguments: Any, source: str | None) -> None:
         results = tensors_in(out)
-        for tensor in results:
-            if tensor.layout is not torch.strided:
-                raise CaptureError(
-                    f"{func} makes a sparse tensor ({tensor.layout}), which is not supported.",
-                    source_line=source,
-                    remedy="use dense tensors (to_dense()), or compute it outside of the step and pass it in dense",
-                )
+        if self.sparse is None and any(t.layout is not torch.strided for t in results):
+            self.sparse = (func, source)
         self.made += [(weakref.ref(t), source) for t in results if not any(t is o for o in operands)]
         if real_arguments is not None:
             self.known.learn(func, results, real_arguments)

@@ -248,7 +248,8 @@ def test_a_constant_that_is_not_finite_is_named_by_its_line() -> None:
 
 
 def test_the_reason_of_a_skip_names_the_loss_first() -> None:
-    result = step_of(Model(log_of_negative))(X)
+    assert step_of(Model(log_of_negative))(X).skip_reason == "the loss is not finite"
+    result = step_of(Model(divides_by_zero))(X)
     assert result.skip_reason == "the loss is not finite, nor is the gradient of body.weight"
     result = step_of(Model(root_of_zero))(X)
     assert result.skip_reason == "the gradient of body.weight is not finite"
