@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +38,15 @@ def compiles_updates(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-@contextlib.contextmanager
-def autocast_off() -> Iterator[None]:
+def autocast_off() -> contextlib.AbstractContextManager[Any]:
     """Within the context no operator is cast: a graph holds the casts of its capture already, and backward has none."""
-    with contextlib.ExitStack() as stack:
-        for device_type in SUPPORTED_DEVICE_TYPES:
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
+    enabled = [device_type for device_type in SUPPORTED_DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
+    if not enabled:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for device_type in enabled:
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
 
 
 def rng_state(devices: set[torch.device]) -> dict[torch.device, Tensor]:
