@@ -66,7 +66,7 @@ class FakeResults:
         remembered = self._remembered.get(key)
         if remembered is None:
             out = func(*args, **kwargs)
-            if is_remembered(func):
+            if _is_remembered(func):
                 self._remember(key, out, operands)
             return out, snapshot_of(out)
         container, plains = remembered
@@ -124,7 +124,7 @@ def snapshot_of(out: Any) -> Any:
 
 
 @functools.cache
-def is_remembered(func: Any) -> bool:
+def _is_remembered(func: Any) -> bool:
     """Whether the arguments' metadata determine the result's, and a call has no effect on metadata."""
     return (
         torch.Tag.inplace_view not in func.tags

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import tensors_in
+from ..graph import arguments_by_name, tensors_in, writes_of
 from ..torch_compat import (
     FakeTensor,
     WeakTensorKeyDictionary,
@@ -75,9 +75,8 @@ class KnownValues:
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among the arguments that an operator writes in place."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [t for name in written for t in tensors_in(given.get(name))]
+    given = arguments_by_name(func, args, kwargs)
+    return [t for name in writes_of(func) for t in tensors_in(given.get(name))]
 
 
 @functools.cache

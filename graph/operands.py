@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,11 @@ def argument(node: fx.Node, name: str) -> Any:
                 return node.args[position]
             return schema_argument.default_value if schema_argument.has_default_value() else None
     return None
+
+
+def arguments_by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a call gives, by their names in the operator's schema."""
+    return dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | kwargs
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:

@@ -10,13 +10,28 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-# Largest allowed relative deviation in the 2-norm, by the coarsest dtype among parameters and autocast. A step in single
-# precision deviates by some 1e-6 from rounding alone; a term that is missing shows at 1e-3 or more.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+@dataclass(frozen=True)
+class Allowance:
+    """What rounding may do in a step.
+
+    Attributes:
+        tolerance: largest allowed relative deviation in the 2-norm.
+        noise: elements whose gradient is smaller than this, relative to the root mean square of all, may be rounding of sums
+            that cancel to zero.
+    """
+
+    tolerance: float
+    noise: float
+
+
+_ALLOWANCES = {
+    torch.float64: Allowance(1e-9, 1e-3),
+    torch.float32: Allowance(1e-4, 1e-3),
+    torch.bfloat16: Allowance(0.15, 0.1),
+    torch.float16: Allowance(0.05, 0.02),
+}
 _INSIGNIFICANT = 1e-3  # of a kind's norm: values this small in all are held against that, not against themselves
-# Elements whose gradient is smaller than this, relative to the root mean square of all, may be noise: rounding of the sums that
-# cancel to zero. By the tolerance that goes with the dtype.
-_NOISE = {TOLERANCES[torch.bfloat16]: 0.1, TOLERANCES[torch.float16]: 0.02}
 
 
 @dataclass(frozen=True)
@@ -32,14 +47,18 @@ class Deviation:
     relative: float
 
 
-def tolerance_for(params: list[Tensor], autocast_dtype: torch.dtype | None) -> float:
-    """The tolerance for a model with these parameters that runs under this autocast, if any."""
+def allowance_for(params: list[Tensor], autocast_dtype: torch.dtype | None) -> Allowance:
+    """What goes with the coarsest dtype among the parameters and the autocast, if any.
+
+    A step in single precision deviates by some 1e-6 from rounding alone; a term that is missing shows at 1e-3 or more.
+    """
     dtypes = {p.dtype for p in params} | ({autocast_dtype} if autocast_dtype is not None else set())
-    return max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)
+    allowances = [_ALLOWANCES.get(dtype, _ALLOWANCES[torch.float32]) for dtype in dtypes]
+    return max(allowances, key=lambda allowance: allowance.tolerance)
 
 
 def deviations(
-    eager: dict[str, Any], other: dict[str, Any], before: dict[str, Tensor], grads: dict[str, Tensor], tolerance: float
+    eager: dict[str, Any], other: dict[str, Any], before: dict[str, Tensor], grads: dict[str, Tensor], noise: float
 ) -> Iterator[Deviation]:
     """The deviation of every floating-point tensor that both have.
 
@@ -53,7 +72,7 @@ def deviations(
         other: what is held against them.
         before: the parameters before the step, by those names.
         grads: eager's gradients, by those names.
-        tolerance: what the deviations will be held against (:func:`tolerance_for`).
+        noise: as in :class:`Allowance`.
     """
     elements = sum(g.numel() for g in grads.values())
     mean_square = sum(float(g.double().square().sum()) for g in grads.values()) / max(1, elements)
@@ -70,8 +89,7 @@ def deviations(
             error = (error - 2 * torch.finfo(mine.dtype).eps * value.abs()).clamp_min(0.0)
             value = value - before[name].double()
         if name in grads and mean_square:
-            noise = _NOISE.get(tolerance, _INSIGNIFICANT) * mean_square**0.5
-            weight = (grads[name].double().abs() / noise).clamp_max(1.0).square()
+            weight = (grads[name].double().abs() / (noise * mean_square**0.5)).clamp_max(1.0).square()
             value, error = value * weight, error * weight
         errors[name] = (value[mine.isfinite()], error[mine.isfinite()])
     squares: dict[str, float] = defaultdict(float)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from ..capture import FlatBatch, LossCall, flatten_batch, regions_run_once
 from ..device import autocast_off
-from ..graph import UNINITIALISED, InputRole, Phase, StepGraph, family_of, tensors_in, writes_of
+from ..graph import UNINITIALISED, InputRole, Phase, StepGraph, arguments_by_name, family_of, tensors_in, writes_of
 from ..torch_compat import TorchDispatchMode, storage_key
 from .clipping import total_norm
 from .interpret import run_nodes
@@ -52,7 +52,7 @@ def _written(target: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     if not isinstance(target, torch._ops.OpOverload):
         return []
     schema_arguments = target._schema.arguments
-    given = dict(zip((a.name for a in schema_arguments), args, strict=False)) | kwargs
+    given = arguments_by_name(target, args, kwargs)
     names = writes_of(target)
     if "fused_" in target._schema.name:
         names = {a.name for a in schema_arguments if str(a.type) == "List[Tensor]" and a.name != "grads"}

@@ -13,7 +13,7 @@ from ..capture import FlatBatch, LossCall, tensors_of
 from ..device import rng_state
 from ..graph import OutputRole
 from ..torch_compat import pytree
-from .closeness import deviations, tolerance_for
+from .closeness import allowance_for, deviations
 from .compiled import CompiledBatch, StepOptions, Variant
 from .localize import Subject, first_difference, run_eager
 from .result import describe_nonfinite
@@ -102,8 +102,9 @@ def verify_step(
         return VerifyReport(True, compared, detail="; ".join(remarks))
     tolerance = deviation = 0.0
     if variant.may_round:
-        tolerance = tolerance_for(list(model.parameters()), call.autocast_dtype)
-        found = list(deviations(eager, graph, before, grads, tolerance))
+        allowance = allowance_for(list(model.parameters()), call.autocast_dtype)
+        tolerance = allowance.tolerance
+        found = list(deviations(eager, graph, before, grads, allowance.noise))
         deviation = max(d.relative for d in found)
         judged = {d.name for d in found}
         beyond = [f"{d.name}: deviates by {d.relative:.1e}" for d in found if d.relative > tolerance]
