@@ -65,10 +65,13 @@ class FakeResults:
         key = (func, torch.get_default_dtype(), torch.is_grad_enabled(), *arguments)
         remembered = self._remembered.get(key)
         if remembered is None:
-            out = func(*args, **kwargs)
+            pair = self._from_meta(func, args, kwargs, operands) if _is_alike_on_every_device(func) else None
+            if pair is None:
+                out = func(*args, **kwargs)
+                pair = out, snapshot_of(out)
             if _is_remembered(func):
-                self._remember(key, out, operands)
-            return out, snapshot_of(out)
+                self._remember(key, pair[0], operands)
+            return pair
         container, plains = remembered
         pairs = [self._rebuilt(plain, operands) for plain in plains]
         if container is None:
@@ -81,6 +84,16 @@ class FakeResults:
         if plains is not None:
             self._remembered[key] = (type(out) if is_list else None, plains)
 
+    def _from_meta(
+        self, func: Any, args: Any, kwargs: Any, operands: list[FakeTensor]
+    ) -> tuple[FakeTensor, FakeTensor] | None:
+        device = operands[0].fake_device
+        if any(t.fake_device != device or t.is_conj() or t.is_neg() for t in operands):
+            return None
+        with fake_kernel(self._mode):
+            meta = func(*args, **kwargs)
+        return None if meta.is_conj() or meta.is_neg() else self._pair(meta, device)
+
     def _rebuilt(self, plain: _Plain, operands: list[FakeTensor]) -> tuple[FakeTensor, FakeTensor]:
         if plain.is_base:
             base = operands[plain.base]  # type: ignore[index]
@@ -90,9 +103,12 @@ class FakeResults:
             meta = torch.empty_strided(plain.shape, plain.stride, dtype=plain.dtype, device="meta")
             if storage is not None:
                 meta.set_(storage, plain.offset, plain.shape, plain.stride)
-        template = self._templates.get(plain.device)
+        return self._pair(meta, plain.device)
+
+    def _pair(self, meta: Tensor, device: torch.device) -> tuple[FakeTensor, FakeTensor]:
+        template = self._templates.get(device)
         if template is None:
-            template = self._templates[plain.device] = FakeTensor(self._mode, meta, plain.device)
+            template = self._templates[device] = FakeTensor(self._mode, meta, device)
         return like_fake(template, meta), like_fake(template, meta)
 
 
@@ -101,6 +117,14 @@ def _only_writes_lists(func: Any) -> bool:
     """Whether an operator updates lists of tensors in place and returns nothing: there is nothing to compute."""
     name = func._schema.name.split("::")[1]
     return not func._schema.returns and func._schema.is_mutable and name.startswith(("_foreach_", "_fused_", "fused_"))
+
+
+@functools.cache
+def _is_alike_on_every_device(func: Any) -> bool:
+    """Whether an operator's only result has the meta kernel's shape and strides on every device: views and products."""
+    aten = torch.ops.aten
+    gives_one = [str(r.type) for r in func._schema.returns] == ["Tensor"]
+    return gives_one and (func.is_view or func in (aten._unsafe_view.default, aten.mm.default, aten.bmm.default))
 
 
 def metadata_of(fake: FakeTensor) -> Hashable:

@@ -173,7 +173,11 @@ class Recorder(RecordingMode):
         raise _NotPlain
 
     def _new_node(self, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node = self.graph.create_node("call_function", target, name=name)
+        node.args, node.kwargs = (
+            args,
+            kwargs,
+        )  # apart: torch 2.13 walks arguments that create_node is given, for a warning
         self._label(node)
         return node
 

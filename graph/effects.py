@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -93,15 +93,22 @@ _SCALAR_MODULES = ("operator", "_operator", "math", "builtins")
 
 def effects_of(node: fx.Node) -> Effects:
     """Effects of ``node``; placeholders, outputs and attribute reads have none."""
-    args, kwargs, remembered = node.args, node.kwargs, node.meta.get("effects")
-    if (
-        remembered is None
-        or remembered[0] is not args
-        or remembered[1] is not kwargs
-        or remembered[2] is not node.target
-    ):
-        remembered = node.meta["effects"] = (args, kwargs, node.target, _effects_of(node))
-    return cast(Effects, remembered[3])
+    remembered: tuple[Any, Any, Any, Effects] | None = node.meta.get("effects")
+    if remembered is not None and remembered[0] is node.target:
+        _, args, kwargs, effects = remembered
+        if args is None or (args is node.args and kwargs is node.kwargs):
+            return effects
+    effects = _effects_of(node)
+    arguments = (node.args, node.kwargs) if _depends_on_arguments(node.target) else (None, None)
+    node.meta["effects"] = (node.target, *arguments, effects)
+    return effects
+
+
+@functools.cache
+def _depends_on_arguments(target: Any) -> bool:
+    """Whether two calls of this operator may have different effects."""
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else None
+    return name in _HIDDEN_WRITES or name in _DRAWS_IF_POSITIVE
 
 
 def _effects_of(node: fx.Node) -> Effects:

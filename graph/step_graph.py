@@ -171,7 +171,9 @@ class StepGraph:
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+            copied = mapping[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+            copied.args, copied.kwargs = fx.map_arg((node.args, node.kwargs), mapping.__getitem__)
+            copied.meta = node.meta.copy()
         return StepGraph(
             graph,
             self.inputs,

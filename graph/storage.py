@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,10 +26,10 @@ def value_type_of(node: fx.Node) -> tuple[tuple[int | str, ...], str]:
 def _facts_of(node: fx.Node) -> tuple[Any, tuple[int, ...], tuple[tuple[int | str, ...], str]]:
     """What follows from the node's value, remembered with it, since every rule of the verifier asks for it."""
     value = node.meta.get("val")
-    facts = node.meta.get("facts")
+    facts: tuple[Any, tuple[int, ...], tuple[tuple[int | str, ...], str]] | None = node.meta.get("facts")
     if facts is None or facts[0] is not value:
         facts = node.meta["facts"] = (value, tuple([storage_key(t) for t in tensors_in(value)]), type_of(value))
-    return cast("tuple[Any, tuple[int, ...], tuple[tuple[int | str, ...], str]]", facts)
+    return facts
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

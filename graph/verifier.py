@@ -5,8 +5,10 @@ A rule is a function that yields one message for each violation. Each has mutati
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from ..errors import VerificationError
 from ..torch_compat import free_unbacked_symbols
 from .effects import effects_of, picks_indices, written_nodes
 from .operands import freeze, nodes_in
-from .spec import InputRole, OutputRole, Phase
+from .spec import InputRole, LogicalKey, OutputRole, Phase
 from .step_graph import StepGraph, family_of
 from .storage import StorageMap, storages_of, tensors_in, value_type_of
 
@@ -80,10 +82,22 @@ def metadata(graph: StepGraph) -> Iterator[str]:
         seen.add(key.name)
         if key.phase is not node.meta["phase"]:
             yield f"{key.name} is in phase {node.meta['phase']}"
-        if (key.shape, key.dtype) != value_type_of(node):
-            yield f"{key} does not describe its value"
-        if key.family != family_of(node.target):
-            yield f"{key.name} names another operator than {node.target}"
+        if not _describes(key, node):
+            if (key.shape, key.dtype) != value_type_of(node):
+                yield f"{key} does not describe its value"
+            if key.family != family_of(node.target):
+                yield f"{key.name} names another operator than {node.target}"
+
+
+def _describes(key: LogicalKey, node: fx.Node) -> bool:
+    """Whether the key has the node's shape, dtype and operator; remembered with the node while all of them stay."""
+    value, target = node.meta["val"], node.target
+    described = node.meta.get("described")
+    if described is None or described[0] is not key or described[1] is not value or described[2] is not target:
+        if (key.shape, key.dtype) != value_type_of(node) or key.family != family_of(target):
+            return False
+        node.meta["described"] = (key, value, target)
+    return True
 
 
 def phases_in_order(graph: StepGraph) -> Iterator[str]:
@@ -125,11 +139,15 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
     written = {k for k, ws in storages.writers.items() if any(w.meta["phase"] in _CAPTURED for w in ws)}
     if not written:
         return
+    holders = [n for n in graph.graph.nodes if not written.isdisjoint(storages_of(n))]
+    touching = {*holders, *(user for holder in holders for user in holder.users)}
     last: dict[int, int] = defaultdict(lambda: -1)
     latest: dict[int, int] = defaultdict(lambda: -1)
     for node in graph.calls:
+        if node not in touching or node.meta["phase"] not in _CAPTURED:
+            continue
         index = node.meta["trace_index"]
-        if index is None or node.meta["phase"] not in _CAPTURED:
+        if index is None:
             continue
         touched = {key for n in (node, *node.all_input_nodes) for key in storages_of(n)} & written
         writes = {key for operand in written_nodes(node) for key in storages_of(operand)}
@@ -150,11 +168,12 @@ def writes_are_captured(graph: StepGraph) -> Iterator[str]:
     """
     roles = {n: s.role for n, s in zip(graph.placeholders, graph.inputs, strict=True)}
     owner: dict[int, fx.Node] = {}
-    for node in graph.graph.nodes:
-        for key in storages_of(node):
-            owner.setdefault(key, node)
+    for node in reversed(graph.graph.nodes):
+        owner.update(dict.fromkeys(storages_of(node), node))
     grads = {key for grad in gradients_of(graph) for key in storages_of(grad)}
     for node in graph.calls:
+        if not effects_of(node).writes:
+            continue
         for key in {key for operand in written_nodes(node) for key in storages_of(operand)}:
             made_by = owner[key]
             role = roles.get(made_by)
@@ -317,10 +336,27 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def fingerprints(graph: StepGraph) -> dict[Phase, list[Hashable]]:
+@dataclass(frozen=True)
+class PhaseCalls:
+    """The calls of one phase in order, each with its operator and arguments, as they were at one time."""
+
+    calls: list[tuple[fx.Node, LogicalKey | None, Any, Any, Any]]
+
+    def is_still(self, now: PhaseCalls) -> bool:
+        """Whether ``now`` has the same nodes in the same order, and each the same arguments as here."""
+        if len(self.calls) != len(now.calls):
+            return False
+        for before, after in zip(self.calls, now.calls, strict=True):
+            if all(map(operator.is_, before, after)):
+                continue
+            if before[:3] != after[:3] or freeze(before[3:]) != freeze(after[3:]):
+                return False
+        return True
+
+
+def calls_by_phase(graph: StepGraph) -> dict[Phase, PhaseCalls]:
     """What a pass that does not touch a phase must leave as it is: its calls, their operands and their order."""
-    found: dict[Phase, list[Hashable]] = {phase: [] for phase in Phase}
+    found: dict[Phase, PhaseCalls] = {phase: PhaseCalls([]) for phase in Phase}
     for node in graph.calls:
-        call = (_name(node), node.target, freeze(node.args, _name), freeze(node.kwargs, _name))
-        found[node.meta["phase"]].append(call)
+        found[node.meta["phase"]].calls.append((node, node.meta.get("key"), node.target, node.args, node.kwargs))
     return found

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, VerificationError
 from ..graph import OutputRole, Phase, StepGraph
-from ..graph.verifier import fingerprints, verify
+from ..graph.verifier import PhaseCalls, calls_by_phase, verify
 from ..knobs import disabled_passes, dump_folder, verify_level
 from .base import Pass, PassResult
 from .clean import Clean
@@ -20,8 +20,6 @@ from .grad_norm import GradNorm
 from .host_scalars import HostScalars
 from .skip import Skip
 from .update import Update
-
-Fingerprints = dict[Phase, list[Hashable]]
 
 PASSES: dict[str, type[Pass]] = {p.name: p for p in (Clean, GradNorm, Clip, ClipValue, Skip, Update, HostScalars)}
 
@@ -86,14 +84,14 @@ def run_passes(
     disabled = _checked_disabled()
     level = verify_level()
     folder = _new_dump_folder()
-    prints: Fingerprints = {}
+    calls: dict[Phase, PhaseCalls] = {}
     if level:
         verify(graph, level=level)
-        prints = fingerprints(graph)
+        calls = calls_by_phase(graph)
     records = []
     for position, item in enumerate(p for p in passes if p.name not in disabled):
         _dump(folder, position, item.name, "before", graph)
-        record, prints = _run_one(graph, item, level, prints)
+        record, calls = _run_one(graph, item, level, calls)
         _dump(folder, position, item.name, "after", graph)
         records.append(record)
         if on_pass is not None:
@@ -101,7 +99,9 @@ def run_passes(
     return records
 
 
-def _run_one(graph: StepGraph, item: Pass, level: int, before: Fingerprints) -> tuple[PassRecord, Fingerprints]:
+def _run_one(
+    graph: StepGraph, item: Pass, level: int, before: dict[Phase, PhaseCalls]
+) -> tuple[PassRecord, dict[Phase, PhaseCalls]]:
     _require(graph, item.requires, f"pass {item.name!r} requires", "before it")
     ops_before = graph.op_counts()
     start = time.perf_counter()
@@ -113,9 +113,9 @@ def _run_one(graph: StepGraph, item: Pass, level: int, before: Fingerprints) -> 
             f"pass {item.name!r} was meant to touch {result.intended} and touched {result.touched}: something was missed"
         )
     start = time.perf_counter()
-    after: Fingerprints = fingerprints(graph) if level else {}
+    after = calls_by_phase(graph) if level else {}
     for phase in after:
-        if phase not in item.touches and after[phase] != before[phase]:
+        if phase not in item.touches and not before[phase].is_still(after[phase]):
             raise VerificationError(f"pass {item.name!r} changed the {phase} phase, which it did not say it would")
     if level:
         verify(graph, level=level)
