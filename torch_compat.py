@@ -272,8 +272,14 @@ def differing_flags(before: list[Any], now: list[Any]) -> list[str]:
 
 
 def is_composite(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator is defined by others (CompositeImplicitAutograd). ``_can_decompose`` seen in 2.13."""
-    return operator._can_decompose()
+    """Whether an operator is run as others (CompositeImplicitAutograd), on some device at least.
+
+    Some that could be, such as ``native_batch_norm``, have kernels of their own. ``_can_decompose`` and
+    ``_dispatch_has_kernel_for_dispatch_key`` seen in 2.13.
+    """
+    backends = ("CPU", "CUDA") if torch.backends.cuda.is_built() else ("CPU",)
+    has_kernels = all(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), b) for b in backends)
+    return operator._can_decompose() and not has_kernels
 
 
 def hyper_scalar(fake: Tensor, value: float, name: str, shape_env: ShapeEnv) -> Any:
