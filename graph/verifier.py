@@ -17,13 +17,20 @@ from torch import fx
 from ..errors import VerificationError
 from ..torch_compat import free_unbacked_symbols
 from .effects import effects_of, picks_indices, written_nodes
-from .operands import freeze, nodes_in
+from .gradient_rules import (
+    CAPTURED_PHASES,
+    gate_guards_the_update,
+    gradients_of,
+    gradients_own_their_memory,
+    gradients_pass_norm_and_clip_once,
+    name_of,
+)
+from .operands import freeze
 from .spec import InputRole, LogicalKey, OutputRole, Phase
 from .step_graph import StepGraph, family_of
 from .storage import StorageMap, storages_of, tensors_in, value_type_of
 
 _PHASES = list(Phase)
-_CAPTURED = (Phase.FORWARD, Phase.BACKWARD)
 
 
 def verify(graph: StepGraph, *, level: int = 1) -> None:
@@ -49,7 +56,7 @@ def structure(graph: StepGraph) -> Iterator[str]:
     for node in graph.graph.nodes:
         for operand in node.all_input_nodes:
             if position.get(operand, len(position)) >= position[node]:
-                yield f"{_name(node)} uses {_name(operand)}, which comes later or not at all"
+                yield f"{name_of(node)} uses {name_of(operand)}, which comes later or not at all"
     calls_began = False
     for node in graph.graph.nodes:
         calls_began |= node.op != "placeholder"
@@ -106,7 +113,7 @@ def phases_in_order(graph: StepGraph) -> Iterator[str]:
     for node in graph.calls:
         phase = node.meta["phase"]
         if _PHASES.index(phase) < _PHASES.index(latest):
-            yield f"{_name(node)} runs after the {latest} phase has begun"
+            yield f"{name_of(node)} runs after the {latest} phase has begun"
         else:
             latest = phase
 
@@ -123,20 +130,20 @@ def captured_effects_happen_once(graph: StepGraph) -> Iterator[str]:
         index, effects = node.meta["trace_index"], effects_of(node)
         if index is None:
             if effects.random:
-                yield f"{_name(node)} draws random numbers that the model did not ask for"
+                yield f"{name_of(node)} draws random numbers that the model did not ask for"
             continue
         if counts[index] > 1 and (picks_indices(node) or not effects.pure):
-            yield f"{_name(node)} would run {counts[index]} times, but it draws, writes or picks indices"
+            yield f"{name_of(node)} would run {counts[index]} times, but it draws, writes or picks indices"
         if effects.random or effects.writes or effects.opaque:
             if index < last:
-                yield f"{_name(node)} runs later than it did in the captured program"
+                yield f"{name_of(node)} runs later than it did in the captured program"
             last = max(last, index)
 
 
 def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
     """Captured nodes that touch memory which is written in forward or backward run in the captured order."""
     storages = StorageMap(graph.graph)
-    written = {k for k, ws in storages.writers.items() if any(w.meta["phase"] in _CAPTURED for w in ws)}
+    written = {k for k, ws in storages.writers.items() if any(w.meta["phase"] in CAPTURED_PHASES for w in ws)}
     if not written:
         return
     holders = [n for n in graph.graph.nodes if not written.isdisjoint(storages_of(n))]
@@ -144,7 +151,7 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
     last: dict[int, int] = defaultdict(lambda: -1)
     latest: dict[int, int] = defaultdict(lambda: -1)
     for node in graph.calls:
-        if node not in touching or node.meta["phase"] not in _CAPTURED:
+        if node not in touching or node.meta["phase"] not in CAPTURED_PHASES:
             continue
         index = node.meta["trace_index"]
         if index is None:
@@ -153,10 +160,10 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
         writes = {key for operand in written_nodes(node) for key in storages_of(operand)}
         for key in touched:
             if index < last[key]:
-                yield f"{_name(node)} touches memory that was written after it in the captured program"
+                yield f"{name_of(node)} touches memory that was written after it in the captured program"
             if key in writes:
                 if last[key] <= index < latest[key]:
-                    yield f"{_name(node)} writes memory that was touched after it in the captured program"
+                    yield f"{name_of(node)} writes memory that was touched after it in the captured program"
                 last[key] = max(last[key], index)
             latest[key] = max(latest[key], index)
 
@@ -178,110 +185,13 @@ def writes_are_captured(graph: StepGraph) -> Iterator[str]:
             made_by = owner[key]
             role = roles.get(made_by)
             if role in (InputRole.HYPER, InputRole.CONSTANT):
-                yield f"{_name(node)} writes the {role} {made_by.name}"
+                yield f"{name_of(node)} writes the {role} {made_by.name}"
             elif node.meta["trace_index"] is not None or (key in grads and node.meta["phase"] is Phase.NORM):
                 continue
             elif role is not None:
-                yield f"{_name(node)} writes the {role} {made_by.name}, which the captured program does not do there"
+                yield f"{name_of(node)} writes the {role} {made_by.name}, which the captured program does not do there"
             elif made_by.meta["trace_index"] is not None:
-                yield f"{_name(node)} writes {_name(made_by)}, which the captured program does not do there"
-
-
-def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
-    """What norm and update work on in place is shared with no other gradient, input or output."""
-    owners: dict[int, fx.Node] = {}
-    for node in graph.placeholders:
-        owners.update(dict.fromkeys(storages_of(node), node))
-    for role in (OutputRole.LOSS, OutputRole.AUX, OutputRole.BUFFER):
-        for value in graph.output_nodes(role).values():
-            if isinstance(value, fx.Node):
-                owners.update(dict.fromkeys(storages_of(value), value))
-    for grad in gradients_of(graph):
-        for key in storages_of(grad):
-            if key in owners:
-                yield f"the gradient {_name(grad)} shares memory with {_name(owners[key])}"
-            owners[key] = grad
-
-
-def gradients_of(graph: StepGraph) -> list[fx.Node]:
-    """The gradients: outputs before the update is joined, afterwards what it takes from the phases before it."""
-    if grads := list(graph.output_nodes(OutputRole.GRAD).values()):
-        return grads
-    found: dict[fx.Node, None] = {}
-    for node in graph.calls:
-        if node.meta["phase"] is Phase.UPDATE:
-            for operand in node.all_input_nodes:
-                if operand.op == "call_function" and operand.meta["phase"] in _CAPTURED:
-                    found[operand] = None
-    return list(found)
-
-
-def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
-    """Each gradient enters the norm once, then is scaled once or clamped on both sides once, under clipping, never without."""
-    if graph.output_of(OutputRole.NORM) is None:
-        return
-    expected = 1 if graph.output_of(OutputRole.CLIP_FACTOR) is not None else 0
-    norms: Counter[fx.Node] = Counter()
-    scalings: Counter[fx.Node] = Counter()
-    clamps: dict[str, Counter[fx.Node]] = defaultdict(Counter)
-    grads = gradients_of(graph)
-    by_storage = {key: grad for grad in grads for key in storages_of(grad)}
-    for node in graph.calls:
-        if node.meta["phase"] is not Phase.NORM:
-            continue
-        if family_of(node.target) in ("_foreach_norm", "linalg_vector_norm"):
-            for operand in nodes_in(node.args[0]):
-                norms[operand] += 1
-                if scalings[operand] or any(counts[operand] for counts in clamps.values()):
-                    yield f"{_name(operand)} is clipped before its norm is taken"
-        family = family_of(node.target)
-        for operand in written_nodes(node):
-            for key in set(storages_of(operand)):
-                if "clamp" in family:
-                    clamps[family][by_storage.get(key, operand)] += 1
-                else:
-                    scalings[by_storage.get(key, operand)] += 1
-    for operand in norms:
-        if operand.op == "call_function" and operand.meta["phase"] in _CAPTURED and operand not in grads:
-            yield f"{_name(operand)} enters the norm and no update"
-    for grad in grads:
-        if norms[grad] != 1 and not _is_empty(grad):
-            yield f"the gradient {_name(grad)} enters the norm {norms[grad]} times"
-        if scalings[grad] != expected:
-            yield f"the gradient {_name(grad)} is scaled {scalings[grad]} times between norm and update, not {expected}"
-        for family, counts in clamps.items():
-            if counts[grad] != 1:
-                yield f"the gradient {_name(grad)} goes {counts[grad]} times through {family}, and others do once"
-    if clamps and clamps.keys() not in ({"clamp_"}, {"_foreach_clamp_min_", "_foreach_clamp_max_"}):
-        yield f"gradients are clipped by value on one side only, or in two ways: {', '.join(sorted(clamps))}"
-    if clamps and expected:
-        yield "gradients are clipped both by norm and by value"
-
-
-def _is_empty(node: fx.Node) -> bool:
-    """Whether a gradient has no elements; the infinity norm leaves those out."""
-    return bool(node.meta["val"].numel() == 0)
-
-
-def gate_guards_the_update(graph: StepGraph) -> Iterator[str]:
-    """There is at most one gate, it sees every gradient, and the whole update comes after it."""
-    gates = [n for n in graph.calls if effects_of(n).control]
-    if graph.output_of(OutputRole.NONFINITE) is None:
-        if gates:
-            yield f"{_name(gates[0])} decides over the update but its outcome is no output"
-        return
-    if len(gates) != 1 or graph.output_of(OutputRole.NONFINITE) is not gates[0]:
-        yield f"{len(gates)} gates, and the output must be the only one"
-        return
-    checked = {n for n in nodes_in(gates[0].args) for n in nodes_in(n.args)}
-    for grad in gradients_of(graph):
-        if grad not in checked:
-            yield f"the gate does not look at the gradient {_name(grad)}"
-    for node in graph.calls:
-        if node is gates[0]:
-            break
-        if node.meta["phase"] is Phase.UPDATE:
-            yield f"{_name(node)} updates before the gate"
+                yield f"{name_of(node)} writes {name_of(made_by)}, which the captured program does not do there"
 
 
 def metadata_matches_operators(graph: StepGraph) -> Iterator[str]:
@@ -296,11 +206,11 @@ def metadata_matches_operators(graph: StepGraph) -> Iterator[str]:
             with graph.fake_mode, torch.no_grad():
                 derived = node.target(*args, **kwargs)
         except Exception as error:
-            yield f"{_name(node)} cannot run on its operands' fake values: {str(error).splitlines()[0]}"
+            yield f"{name_of(node)} cannot run on its operands' fake values: {str(error).splitlines()[0]}"
             continue
         before, after = ([_layout(t) for t in tensors_in(v)] for v in (node.meta["val"], derived))
         if before != after:
-            yield f"{_name(node)} is recorded as {before} and computes {after}"
+            yield f"{name_of(node)} is recorded as {before} and computes {after}"
 
 
 def _flat(value: Any) -> list[Any]:
@@ -315,11 +225,6 @@ def _is_symbolic(value: Any) -> bool:
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
-
-
-def _name(node: fx.Node) -> str:
-    key = node.meta.get("key")
-    return key.name if key is not None else node.name
 
 
 Rule = Callable[[StepGraph], Iterator[str]]
