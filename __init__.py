@@ -12,6 +12,7 @@ from .errors import NotYetError as NotYetError
 from .errors import StepGraphError as StepGraphError
 from .errors import StepGraphWarning as StepGraphWarning
 from .errors import VerificationError as VerificationError
+from .runtime import LossScale as LossScale
 from .runtime import NonfiniteReport as NonfiniteReport
 from .runtime import StepResult as StepResult
 from .runtime import VerifyReport as VerifyReport

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import numbers
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -18,10 +16,8 @@ from torch import Tensor, nn
 
 from .capture import (
     CapturedStep,
-    CapturedUpdate,
     FlatBatch,
     LossCall,
-    ModuleTensors,
     batch_signature,
     capture_forward_backward,
     check_model,
@@ -42,18 +38,27 @@ from .errors import (
 from .graph import OutputRole, StepGraph
 from .graph.ops import NONFINITE_LOSS
 from .runtime import (
+    AUTOCAST_DTYPES,
     AttributeWatch,
     CompiledBatch,
+    LossScale,
+    Masters,
     MembershipGuard,
     ModelGuard,
     NonfiniteReport,
+    Scaler,
     StepOptions,
     StepResult,
+    StepState,
     Variant,
     VerifyReport,
+    check_choice,
+    checked_options,
+    describe_compiled,
     describe_nonfinite,
     first_nonfinite,
     first_run_error,
+    refuse_fp16_parameters,
     register_clipping,
     restored_on_error,
     verify_step,
@@ -64,10 +69,6 @@ logger = logging.getLogger("stepgraph")
 
 CAPTURES_BEFORE_WARNING = 8
 Signature = tuple[Hashable, int, tuple[int, ...]]  # batch; model; optimizer membership and companions of the model
-_WAYS_OUT = {
-    "precision": 'precision="bf16" needs no loss scaling and is there',
-}
-_AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _METHODS_TO_COME = ("flush", "plan", "full_params", "state_dict", "load_state_dict", "save", "load")
 
 
@@ -80,12 +81,14 @@ def compile_train_step(
     criterion: Callable[[Any, Any], Any] | None = None,
     precision: str = "fp32",
     master_weights: bool = True,
-    loss_scale: float | None = None,
+    loss_scale: float | LossScale | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     clip_value: float | None = None,
     nonfinite: str = "skip",
+    skips_before_warning: int | None = 20,
+    skips_before_error: int | None = 100,
     accumulate: int = 1,
     memory_budget: int | str | None = None,
     mesh: Any = None,
@@ -109,16 +112,22 @@ def compile_train_step(
         criterion: ``criterion(model(inputs), targets)`` for batches ``(inputs, targets)``; exclusive with ``loss_fn``.
             With neither, a mapping is passed as ``model(**batch)``, a tuple or list as ``model(*batch)``, anything else as
             ``model(batch)``, and the output is the loss, or has it as ``.loss`` or ``["loss"]``.
-        precision: ``"bf16"`` runs model and loss under autocast in bfloat16, as ``with torch.autocast(...)`` around them does;
-            gradients and the update stay in the parameters' dtype.
-        master_weights: under ``"bf16"``, False updates parameters that are held in 16 bit as they are.
+        precision: ``"bf16"`` and ``"fp16"`` run model and loss under autocast in that dtype, as ``with torch.autocast(...)``
+            around them does; gradients and the update stay in the parameters' dtype. ``"fp16"`` scales the loss.
+        master_weights: updates parameters that are held in 16 bit through float32 copies, with float32 gradients and moments;
+            False updates them as they are.
+        loss_scale: under ``"fp16"``, a :class:`LossScale`, which is torch's ``GradScaler``, or a number that never changes.
+            None is ``LossScale()``.
         max_norm: clips the norm of all gradients, taken as one vector, to this; None or 0 is off.
         norm_type: p of that norm and of ``StepResult.grad_norm``: 1 or more, or infinity (the largest absolute element).
         error_if_nonfinite: whether a norm that is not finite raises :class:`NonFiniteError`, whatever ``nonfinite`` says of
             the loss; nothing is updated then.
         clip_value: clamps every element of the gradients to [-clip_value, clip_value] instead; None or 0 is off.
         nonfinite: what a non-finite loss or gradient does: ``"skip"`` leaves parameters and optimizer state bit-unchanged,
-            ``"raise"`` does too and raises :class:`NonFiniteError`, ``"ignore"`` updates as eager would.
+            ``"raise"`` does too and raises :class:`NonFiniteError`, ``"ignore"`` updates as eager would. A dynamic loss scale
+            backs off in either case.
+        skips_before_warning: how many updates in a row are skipped before a warning; None is never.
+        skips_before_error: and before :class:`NonFiniteError`, which names the parameter.
         verify: ``"first"`` runs eager beside the graph at the first step and warns where any bit differs.
 
     The other arguments belong to the contract and are not implemented yet: away from their defaults they raise.
@@ -135,45 +144,31 @@ def compile_train_step(
     for name, function in (("loss_fn", loss_fn), ("criterion", criterion)):
         if isinstance(function, type):
             raise ConfigError(f"{name} is the class {function.__name__}; pass an instance, {function.__name__}()")
-    _check_choice("precision", precision, ("fp32", "bf16", "fp16"))
-    if loss_scale is not None and precision != "fp16":
-        raise ConfigError(f'loss_scale={loss_scale!r} belongs to precision="fp16"; {precision} needs none')
-    _check_choice("nonfinite", nonfinite, ("skip", "raise", "ignore"))
-    _check_choice("numerics", numerics, ("exact", "fast"))
-    _check_choice("lowering", lowering, ("auto", "eager", "inductor"))
-    _check_choice("verify", verify, ("off", "first"))
+    check_choice("verify", verify, ("off", "first"))
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate must be a whole number of microbatches, 1 or more, got {accumulate!r}")
-    if not _is_number(norm_type) or not norm_type >= 1:
-        raise ConfigError(f"norm_type must be a number of 1 or more, or infinity, got {norm_type!r}")
+    options = checked_options(
+        precision=precision,
+        loss_scale=loss_scale,
+        max_norm=max_norm,
+        norm_type=norm_type,
+        clip_value=clip_value,
+        error_if_nonfinite=error_if_nonfinite,
+        nonfinite=nonfinite,
+        skips_before_warning=skips_before_warning,
+        skips_before_error=skips_before_error,
+        numerics=numerics,
+        lowering=lowering,
+    )
     _refuse_unimplemented(
         plan=(plan, plan in ("auto", "none")),
-        precision=(precision, precision != "fp16"),
-        master_weights=(master_weights, master_weights is True or precision == "bf16"),
         accumulate=(accumulate, accumulate == 1),
         memory_budget=(memory_budget, memory_budget is None),
         mesh=(mesh, mesh is None),
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
         log=(log, log is None),
     )
-    for name, limit in (("max_norm", max_norm), ("clip_value", clip_value)):
-        if limit is not None and not (_is_number(limit) and limit >= 0 and math.isfinite(limit)):
-            raise ConfigError(f"{name} must be a finite number >= 0 (0 or None: off), got {limit!r}")
-    if max_norm and clip_value:
-        raise ConfigError("max_norm and clip_value both clip, and their order would matter; give one of them")
-    if error_if_nonfinite and nonfinite == "ignore":
-        raise ConfigError('error_if_nonfinite=True and nonfinite="ignore" contradict each other; give one of them')
-    is_fast = numerics == "fast"
-    options = StepOptions(
-        max_norm=float(max_norm) if max_norm else None,
-        norm_type=float(norm_type),
-        clip_value=float(clip_value) if clip_value else None,
-        error_if_nonfinite=bool(error_if_nonfinite),
-        nonfinite=nonfinite,
-        is_fast=is_fast,
-        uses_inductor=lowering == "inductor" or (lowering == "auto" and is_fast),
-    )
-    call = LossCall(loss_fn, criterion, _AUTOCAST_DTYPES[precision])
+    call = LossCall(loss_fn, criterion, AUTOCAST_DTYPES[precision])
     return TrainStep(
         model,
         optimizer,
@@ -185,29 +180,10 @@ def compile_train_step(
     )
 
 
-def _refuse_16_bit_parameters(tensors: ModuleTensors) -> None:
-    held = [h.key for h in tensors.params if h.tensor.dtype in (torch.bfloat16, torch.float16)]
-    if held:
-        raise NotYetError(
-            f"parameters are held in 16 bit ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}), and fp32 masters for "
-            "them are not implemented yet; keep the model in fp32, which autocast casts, or pass master_weights=False."
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
 def _refuse_unimplemented(**arguments: tuple[Any, bool]) -> None:
     for name, (value, is_implemented) in arguments.items():
         if not is_implemented:
-            way_out = _WAYS_OUT.get(name, f"leave {name} at its default in this version")
-            raise NotYetError(f"{name}={value!r} is not implemented yet; {way_out}.")
+            raise NotYetError(f"{name}={value!r} is not implemented yet; leave {name} at its default in this version.")
 
 
 @contextlib.contextmanager
@@ -220,13 +196,6 @@ def _torch_log_quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _describe_update(update: CapturedUpdate) -> str:
-    if update.opaque_reason:
-        return f"the update is one call of the optimizer's own step(), since {update.opaque_reason}"
-    guards = ", ".join(map(str, update.guards))
-    return f"update holds while {guards}" if guards else "update holds for all hyperparameters"
 
 
 class TrainStep:
@@ -263,19 +232,25 @@ class TrainStep:
         self.optimizer = optimizer
         self.last_verification: VerifyReport | None = None
         self._call = replace(call, device_type=self._device.type)
-        if call.autocast_dtype is not None and master_weights:
-            _refuse_16_bit_parameters(self._tensors)
         self._options = options
         self._plan = plan
         self._verify_first = verify_first
+        if options.loss_scale is not None and not master_weights:
+            refuse_fp16_parameters(self._tensors.params)
         self._guard = ModelGuard(model, self._tensors)
         self._members = MembershipGuard(optimizer)
         self._companions: dict[int, AttributeWatch] = {}
         self._cache: dict[Signature, CompiledBatch] = {}
         self._current: tuple[CompiledBatch, Variant] | None = None
         self._tensor_ids = {id(held.tensor) for held in self._tensors.all}
+        scale = options.loss_scale
+        self._state = StepState(
+            None if scale is None else Scaler(scale, self._device),
+            Masters(self._tensors.params if master_weights else []),
+        )
         self._calls = 0
         self._skips = 0
+        self._skips_in_a_row = 0
         self._last_norm: Tensor | None = None
         if options.max_norm or options.clip_value:
             register_clipping(self, [p for group in optimizer.param_groups for p in group["params"]])
@@ -375,13 +350,7 @@ class TrainStep:
             f"captures: {self.captures}, update traces: {self.update_traces}, steps: {self._calls} ({self._skips} skipped)"
         )
         for number, compiled in enumerate(self._cache.values()):
-            variant = compiled.variants[0]
-            counts = ", ".join(f"{n} {phase}" for phase, n in variant.graph.op_counts_by_phase().items())
-            lines.append(f"capture {number}: {', '.join(compiled.batch)} ({compiled.capture_seconds:.1f} s)")
-            lines.append(f"  {counts} operators")
-            lines += [f"  pass {record}" for record in variant.records]
-            lines.append(f"  {_describe_update(variant.update)}")
-            lines += [f"  note: {note}" for note in compiled.step.notes]
+            lines += describe_compiled(number, compiled)
         if self.last_verification is not None:
             lines.append(f"first step: {self.last_verification}")
         return "\n".join(lines)
@@ -395,6 +364,7 @@ class TrainStep:
         if is_capturing():
             raise ConfigError("a compiled step is called inside the loss of another; call one after the other")
         self._guard.check()
+        self._state.masters.follow()
         flat = flatten_batch(batch)
         if not self._tensor_ids.isdisjoint(map(id, flat.leaves)):
             raise ConfigError("the batch holds a parameter or buffer of the model itself; pass a copy of it")
@@ -418,7 +388,7 @@ class TrainStep:
         check_optimizer(self.optimizer, tensors)
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         step = capture_forward_backward(self.model, tensors, trained, self._call, batch)
-        compiled = CompiledBatch(step, batch, tensors, self.optimizer, self._options)
+        compiled = CompiledBatch(step, batch, tensors, self.optimizer, self._options, self._state)
         compiled.variant()
         compiled.capture_seconds = time.perf_counter() - start
         logger.info("captured %s in %.1f s", ", ".join(batch.describe()), compiled.capture_seconds)
@@ -478,12 +448,16 @@ class TrainStep:
             else (None, None)
         )
         variant.binding.store(outputs)
+        self._state.masters.note()
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
+        scaler = self._state.scaler
+        if scaler is not None:
+            scaler.update(skipped=reason is not None)
         if reason is None:
+            self._skips_in_a_row = 0
             mark_stepped(self.optimizer)
         elif self._options.nonfinite == "skip" and not (self._options.error_if_nonfinite and code != NONFINITE_LOSS):
-            self._skips += 1
-            logger.warning("step %d: the update is skipped, since %s", self._calls, reason)
+            self._count_skip(reason, parameter)
         else:
             raise NonFiniteError(
                 f"step {self._calls}: {reason}. Parameters and optimizer state are unchanged. "
@@ -499,7 +473,25 @@ class TrainStep:
             skip_reason=reason,
             applied=reason is None,
             step=self._calls,
+            loss_scale=None if scaler is None else scaler.value,
         )
+
+    def _count_skip(self, reason: str, parameter: str | None) -> None:
+        self._skips += 1
+        self._skips_in_a_row += 1
+        logger.warning("step %d: the update is skipped, since %s", self._calls, reason)
+        count, scaler, options = self._skips_in_a_row, self._state.scaler, self._options
+        if count not in (options.skips_before_warning, options.skips_before_error):
+            return
+        where = "" if scaler is None else f" The loss scale is {scaler.value:g}."
+        what = (
+            f"step {self._calls}: {count} updates in a row were skipped, the last since {reason}.{where} Parameters and "
+            "optimizer state are unchanged since. step.find_nonfinite(batch) names the operator that made it."
+        )
+        if count == options.skips_before_error:
+            self._skips_in_a_row = 0
+            raise NonFiniteError(what, parameter)
+        warnings.warn(StepGraphWarning(what), stacklevel=4)
 
     def _report_verification(self, report: VerifyReport) -> None:
         self.last_verification = report

@@ -22,6 +22,7 @@ from .optimizer import capture_update as capture_update
 from .optimizer import group_constants as group_constants
 from .optimizer import hypers_of as hypers_of
 from .optimizer import state_signature as state_signature
+from .optimizer import update_targets as update_targets
 from .preflight import check_model as check_model
 from .preflight import check_optimizer as check_optimizer
 from .regions import regions_run_once as regions_run_once

@@ -8,6 +8,7 @@ eager's first step does, and hands it out.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import numbers
 from collections import defaultdict
@@ -24,6 +25,7 @@ from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGra
 from ..graph.ops import FUSED_TWINS
 from ..torch_compat import (
     OPTIMIZER_BOOKKEEPING,
+    FakeTensorMode,
     fused_optimizers_replaced,
     has_step_hooks,
     hyper_scalar,
@@ -33,7 +35,7 @@ from .ambient import CAPTURE_LOCK
 from .context import TraceContext
 from .failures import capture_error, is_data_dependent, source_line_of
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
-from .opaque_update import opaque_update_graph
+from .opaque_update import Swap, opaque_update_graph
 from .recorder import Recorder
 
 Hypers = dict[str, float]
@@ -129,43 +131,80 @@ def _entries(state: dict[str, Any]) -> tuple[Hashable, ...]:
     )
 
 
+@dataclass(frozen=True)
+class UpdateTargets:
+    """What an update changes, and by which gradients; all fake, in the mode of the step that it follows.
+
+    Attributes:
+        mode: the step's fake mode.
+        params: every parameter of the model, or its master, by key.
+        grads: the gradient of each parameter that has one, by key, in the model's order.
+        swapped: a context in which the real optimizer holds the masters in the places of their parameters.
+    """
+
+    mode: FakeTensorMode
+    params: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    swapped: Swap = contextlib.nullcontext
+
+
+def update_targets(
+    step: CapturedStep, masters: dict[str, Tensor] | None = None, swapped: Swap = contextlib.nullcontext
+) -> UpdateTargets:
+    """Those of an update that follows ``step``, with ``masters`` updated in the places of the parameters with these keys.
+
+    The gradients are the step's own fake tensors, so that both graphs agree on which values share memory; a master's is of its
+    dtype.
+    """
+    mode = step.graph.fake_mode
+    fake_masters = {key: mode.from_tensor(master, static_shapes=True) for key, master in (masters or {}).items()}
+    grads = {key: node.meta["val"] for key, node in step.graph.output_nodes(OutputRole.GRAD).items()}
+    with mode:
+        for key in grads.keys() & fake_masters.keys():
+            grad, dtype = grads[key], fake_masters[key].dtype
+            grads[key] = torch.empty_strided(grad.shape, grad.stride(), dtype=dtype, device=grad.device)
+    return UpdateTargets(mode, step.fakes | fake_masters, grads, swapped)
+
+
 def capture_update(
-    optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep, *, tensor_by_tensor: bool = False
+    optimizer: torch.optim.Optimizer,
+    params: dict[str, Tensor],
+    targets: UpdateTargets,
+    *,
+    tensor_by_tensor: bool = False,
 ) -> CapturedUpdate:
-    """Traces one update of the parameters that got a gradient in ``step``; nothing real is read, run or changed.
+    """Traces one update of the parameters that have a gradient in ``targets``; nothing real is read, run or changed.
 
     Where ``step()`` branches on data, keeps state that is no tensor, changes the optimizer itself or has hooks, the update is
     one call of it (:mod:`.opaque_update`).
 
     Args:
         params: every parameter of the model, by key.
-        step: the forward and backward that the update follows; its fake tensors are used, so that both graphs agree on
-            which values share memory.
         tensor_by_tensor: traces the for-loop implementation, whichever the optimizer would take (fast tier).
 
     Raises:
         CaptureError: ``step()`` fails.
     """
+
+    def opaque() -> StepGraph:
+        return opaque_update_graph(optimizer, targets.mode, targets.params, targets.grads, targets.swapped)
+
     if has_step_hooks(optimizer):
-        reason = "the optimizer has step hooks"
-        return CapturedUpdate(opaque_update_graph(optimizer, step), opaque_reason=reason, has_hooks=True)
+        return CapturedUpdate(opaque(), opaque_reason="the optimizer has step hooks", has_hooks=True)
     try:
-        return _traced(optimizer, params, step, tensor_by_tensor)
+        return _traced(optimizer, params, targets, tensor_by_tensor)
     except _Untraceable as untraceable:
-        return CapturedUpdate(
-            opaque_update_graph(optimizer, step),
-            constants=group_constants(optimizer),
-            opaque_reason=f"{type(optimizer).__name__}.step() {untraceable}",
-        )
+        reason = f"{type(optimizer).__name__}.step() {untraceable}"
+        return CapturedUpdate(opaque(), constants=group_constants(optimizer), opaque_reason=reason)
 
 
 def _traced(
-    optimizer: torch.optim.Optimizer, params: dict[str, Tensor], step: CapturedStep, tensor_by_tensor: bool
+    optimizer: torch.optim.Optimizer, params: dict[str, Tensor], targets: UpdateTargets, tensor_by_tensor: bool
 ) -> CapturedUpdate:
     """Traces with integers as hyperparameters, and as constants where ``step()`` needs them to be integers."""
     failures = []
     for integers_are_constants in (False, True):
-        trace = _UpdateTrace(optimizer, params, step, integers_are_constants, tensor_by_tensor)
+        trace = _UpdateTrace(optimizer, params, targets, integers_are_constants, tensor_by_tensor)
         try:
             with CAPTURE_LOCK:
                 return trace.run()
@@ -185,7 +224,7 @@ class _UpdateTrace:
         self,
         optimizer: torch.optim.Optimizer,
         params: dict[str, Tensor],
-        step: CapturedStep,
+        targets: UpdateTargets,
         integers_are_constants: bool,
         tensor_by_tensor: bool,
     ) -> None:
@@ -193,10 +232,10 @@ class _UpdateTrace:
         self.tensor_by_tensor = tensor_by_tensor
         self.integers_are_constants = integers_are_constants
         self.params = params
-        self.grad_keys = step.grad_keys
-        self.grads = {key: node.meta["val"] for key, node in step.graph.output_nodes(OutputRole.GRAD).items()}
-        self.fakes = step.fakes
-        self.mode = step.graph.fake_mode
+        self.grads = targets.grads
+        self.grad_keys = list(targets.grads)
+        self.fakes = targets.params
+        self.mode = targets.mode
         assert self.mode.shape_env is not None
         self.env = self.mode.shape_env
         self.guards_before = len(self.env.guards)

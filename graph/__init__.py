@@ -19,6 +19,7 @@ from .spec import OutputRole as OutputRole
 from .spec import OutputSpec as OutputSpec
 from .spec import Phase as Phase
 from .spec import describe_type as describe_type
+from .spec import short_dtype as short_dtype
 from .spec import type_of as type_of
 from .step_graph import StepGraph as StepGraph
 from .step_graph import family_of as family_of

@@ -9,7 +9,7 @@ from torch import fx
 
 from .effects import effects_of, written_nodes
 from .operands import nodes_in
-from .spec import OutputRole, Phase
+from .spec import InputRole, OutputRole, Phase
 from .step_graph import StepGraph, family_of
 from .storage import storages_of
 
@@ -61,6 +61,7 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
     clamps: dict[str, Counter[fx.Node]] = defaultdict(Counter)
     grads = gradients_of(graph)
     by_storage = {key: grad for grad in grads for key in storages_of(grad)}
+    origins = _origins_of_factors(graph)
     for node in graph.calls:
         if node.meta["phase"] is not Phase.NORM:
             continue
@@ -70,6 +71,8 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
                 if scalings[operand] or any(counts[operand] for counts in clamps.values()):
                     yield f"{name_of(operand)} is clipped before its norm is taken"
         family = family_of(node.target)
+        if _SCALE in origins[node]:
+            continue  # the rule below
         for operand in written_nodes(node):
             for key in set(storages_of(operand)):
                 if "clamp" in family:
@@ -91,6 +94,51 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
         yield f"gradients are clipped by value on one side only, or in two ways: {', '.join(sorted(clamps))}"
     if clamps and expected:
         yield "gradients are clipped both by norm and by value"
+
+
+def gradients_are_unscaled_once(graph: StepGraph) -> Iterator[str]:
+    """Under a loss scale the backward starts from it, once, and each gradient is divided by it, once, before its norm."""
+    scale = graph.input_nodes(InputRole.SCALER).get("scale")
+    starts = [] if scale is None else [n for n in scale.users if n.meta["phase"] is Phase.BACKWARD]
+    if scale is not None and len(starts) != 1:
+        yield f"the backward is multiplied {len(starts)} times by the loss scale"
+    norm = graph.output_of(OutputRole.NORM)
+    if norm is None:
+        return
+    grads = gradients_of(graph)
+    by_storage = {key: grad for grad in grads for key in storages_of(grad)}
+    origins = _origins_of_factors(graph)
+    counts: Counter[fx.Node] = Counter()
+    seen: set[fx.Node] = set()
+    for node in graph.calls:
+        if node.meta["phase"] is not Phase.NORM:
+            continue
+        written = [by_storage[k] for o in written_nodes(node) for k in storages_of(o) if k in by_storage]
+        if _SCALE not in origins[node]:
+            seen.update(written, nodes_in(node.args))
+            continue
+        counts.update(written)
+        for grad in seen.intersection(written):
+            yield f"the gradient {name_of(grad)} is unscaled after its norm is taken or it is clipped"
+    expected = int(scale is not None)
+    for grad in grads:
+        if counts[grad] != expected:
+            yield f"the gradient {name_of(grad)} is unscaled {counts[grad]} times, not {expected}"
+
+
+_SCALE, _NORM = "loss scale", "norm"
+
+
+def _origins_of_factors(graph: StepGraph) -> dict[fx.Node, set[str]]:
+    """For each call of the norm phase, what the numbers in it derive from besides gradients: the loss scale, the norm."""
+    norm, scale = graph.output_of(OutputRole.NORM), graph.input_nodes(InputRole.SCALER).get("scale")
+    origins: dict[fx.Node, set[str]] = defaultdict(set)
+    if scale is not None:
+        origins[scale] = {_SCALE}
+    for node in graph.calls:
+        if node.meta["phase"] is Phase.NORM:
+            origins[node] = {_NORM} if node is norm else set().union(*(origins[n] for n in node.all_input_nodes))
+    return origins
 
 
 def _is_empty(node: fx.Node) -> bool:

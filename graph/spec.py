@@ -33,6 +33,8 @@ class InputRole(str, enum.Enum):
     BATCH = "batch"
     HYPER = "hyper"
     CONSTANT = "constant"
+    SCALER = "scaler"  # the loss scale
+    MASTER = "master"  # float32 copy of a parameter held in 16 bit
     GRAD = "grad"  # only in an update graph, before it is joined to a step graph
 
     def __str__(self) -> str:
@@ -61,8 +63,8 @@ class InputSpec:
 
     Attributes:
         role: what it stands for.
-        key: FQN for parameters and buffers, ``FQN/name`` for optimizer state, the pytree path for batch leaves,
-            ``group.I.name`` for hyperparameters.
+        key: FQN for parameters, their masters and buffers, ``FQN/name`` for optimizer state, the pytree path for batch leaves,
+            ``group.I.name`` for hyperparameters, ``scale`` for the loss scale.
         aliases: the further names of a tied parameter or buffer.
     """
 

@@ -20,13 +20,14 @@ from .effects import effects_of, picks_indices, written_nodes
 from .gradient_rules import (
     CAPTURED_PHASES,
     gate_guards_the_update,
+    gradients_are_unscaled_once,
     gradients_of,
     gradients_own_their_memory,
     gradients_pass_norm_and_clip_once,
     name_of,
 )
 from .operands import freeze
-from .spec import InputRole, LogicalKey, OutputRole, Phase
+from .spec import InputRole, InputSpec, LogicalKey, OutputRole, Phase
 from .step_graph import StepGraph, family_of
 from .storage import StorageMap, storages_of, tensors_in, value_type_of
 
@@ -171,9 +172,9 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
 def writes_are_captured(graph: StepGraph) -> Iterator[str]:
     """Only captured calls write what was captured; passes write what they made themselves, and scale gradients in norm.
 
-    Hyperparameters and constants are never written.
+    Hyperparameters, constants and the loss scale are never written. An update may round a master into a parameter.
     """
-    roles = {n: s.role for n, s in zip(graph.placeholders, graph.inputs, strict=True)}
+    specs = dict(zip(graph.placeholders, graph.inputs, strict=True))
     owner: dict[int, fx.Node] = {}
     for node in reversed(graph.graph.nodes):
         owner.update(dict.fromkeys(storages_of(node), node))
@@ -183,15 +184,29 @@ def writes_are_captured(graph: StepGraph) -> Iterator[str]:
             continue
         for key in {key for operand in written_nodes(node) for key in storages_of(operand)}:
             made_by = owner[key]
-            role = roles.get(made_by)
-            if role in (InputRole.HYPER, InputRole.CONSTANT):
+            role = specs[made_by].role if made_by in specs else None
+            if role in (InputRole.HYPER, InputRole.CONSTANT, InputRole.SCALER):
                 yield f"{name_of(node)} writes the {role} {made_by.name}"
-            elif node.meta["trace_index"] is not None or (key in grads and node.meta["phase"] is Phase.NORM):
+            elif (
+                node.meta["trace_index"] is not None
+                or (key in grads and node.meta["phase"] is Phase.NORM)
+                or _takes_over_master(node, specs)
+            ):
                 continue
             elif role is not None:
                 yield f"{name_of(node)} writes the {role} {made_by.name}, which the captured program does not do there"
             elif made_by.meta["trace_index"] is not None:
                 yield f"{name_of(node)} writes {name_of(made_by)}, which the captured program does not do there"
+
+
+def _takes_over_master(node: fx.Node, specs: dict[fx.Node, InputSpec]) -> bool:
+    """Whether a call of the update rounds a master into its parameter."""
+    if node.meta["phase"] is not Phase.UPDATE or node.target is not torch.ops.aten.copy_.default:
+        return False
+    param, master = (specs.get(n) for n in node.args[:2])  # type: ignore[arg-type]
+    if param is None or master is None or param.key != master.key:
+        return False
+    return param.role is InputRole.PARAM and master.role is InputRole.MASTER
 
 
 def metadata_matches_operators(graph: StepGraph) -> Iterator[str]:
@@ -236,6 +251,7 @@ RULES: tuple[Rule, ...] = (
     reads_see_the_same_writes,
     writes_are_captured,
     gradients_own_their_memory,
+    gradients_are_unscaled_once,
     gradients_pass_norm_and_clip_once,
     gate_guards_the_update,
 )

@@ -16,12 +16,27 @@ from .base import Pass, PassResult
 from .clean import Clean
 from .clip import Clip
 from .clip_value import ClipValue
+from .fp32_gradients import Fp32Gradients
 from .grad_norm import GradNorm
 from .host_scalars import HostScalars
+from .loss_scale import ScaleLoss
 from .skip import Skip
+from .unscale import Unscale
 from .update import Update
 
-PASSES: dict[str, type[Pass]] = {p.name: p for p in (Clean, GradNorm, Clip, ClipValue, Skip, Update, HostScalars)}
+_ALL: tuple[type[Pass], ...] = (
+    ScaleLoss,
+    Clean,
+    Fp32Gradients,
+    Unscale,
+    GradNorm,
+    Clip,
+    ClipValue,
+    Skip,
+    Update,
+    HostScalars,
+)
+PASSES: dict[str, type[Pass]] = {p.name: p for p in _ALL}
 
 
 def training_passes(
@@ -32,20 +47,27 @@ def training_passes(
     norm_type: float = 2.0,
     clip_value: float | None = None,
     error_if_nonfinite: bool = False,
+    scales_loss: bool = False,
+    masters: frozenset[str] = frozenset(),
     for_compiler: bool = False,
 ) -> list[Pass]:
     """The passes of a training step, in order.
 
     ``for_compiler`` is the fast tier: clip and update in a form that a compiler can fuse, rounded differently.
     """
-    passes: list[Pass] = [Clean(), GradNorm(norm_type=norm_type)]
+    passes: list[Pass] = [ScaleLoss(), Clean()] if scales_loss else [Clean()]
+    if masters:
+        passes.append(Fp32Gradients(keys=masters))
+    if scales_loss:
+        passes.append(Unscale(separate=for_compiler))
+    passes.append(GradNorm(norm_type=norm_type))
     if max_norm:
         passes.append(Clip(max_norm=float(max_norm), separate=for_compiler))
     if clip_value:
         passes.append(ClipValue(clip_value=float(clip_value), separate=for_compiler))
     if nonfinite != "ignore":
         passes.append(Skip(norm_decides=bool(max_norm) or error_if_nonfinite))
-    passes.append(Update(update=update))
+    passes.append(Update(update=update, masters=masters))
     if for_compiler:
         passes.append(HostScalars())
     return passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from .grad_norm import add_norm_call
 
 @dataclass(frozen=True)
 class Skip(Pass):
-    """Adds the check for non-finite values and a gate, before anything scales or consumes a gradient.
+    """Adds the check for non-finite values and a gate, before anything clips or consumes a gradient.
 
     The output ``nonfinite`` says what was found (see ``stepgraph::nonfinite_code``). Where it is not 0, executors end the
     step at the gate, so that parameters and optimizer state keep their bits. Reading the gate waits for the device.
@@ -31,7 +32,8 @@ class Skip(Pass):
     def run(self, graph: StepGraph) -> PassResult:
         loss, norm = graph.output_of(OutputRole.LOSS), graph.output_of(OutputRole.NORM)
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
-        scalings = (n for n in graph.calls if n.meta["phase"] is Phase.NORM and effects_of(n).writes)
+        after_norm = itertools.dropwhile(lambda n: n is not norm, graph.calls)
+        scalings = (n for n in after_norm if n.meta["phase"] is Phase.NORM and effects_of(n).writes)
         with graph.graph.inserting_before(next(scalings, graph.output_node)):
             code = add_norm_call(
                 graph, torch.ops.stepgraph.nonfinite_code.default, (loss, norm, grads, self.norm_decides)

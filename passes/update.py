@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph
@@ -16,6 +17,7 @@ class Update(Pass):
     """Appends a captured ``optimizer.step()``, which consumes the gradients.
 
     Gradients are no outputs afterwards, so each is freed after its update. State that the update creates becomes an output.
+    Parameters in ``masters`` are updated through their float32 masters, which are inputs, and rounded from them.
     """
 
     name: ClassVar[str] = "update"
@@ -23,14 +25,20 @@ class Update(Pass):
     touches: ClassVar[frozenset[Phase]] = frozenset({Phase.UPDATE})
 
     update: StepGraph
+    masters: frozenset[str] = frozenset()
 
     def run(self, graph: StepGraph) -> PassResult:
         grads = graph.output_nodes(OutputRole.GRAD)
         params = graph.input_nodes(InputRole.PARAM)
         mapping: dict[fx.Node, Any] = {}
+        masters: dict[str, fx.Node] = {}
         consumed = set()
         for node, spec in zip(self.update.placeholders, self.update.inputs, strict=True):
-            if spec.role is InputRole.PARAM:
+            if spec.role is InputRole.PARAM and spec.key in self.masters:
+                mapping[node] = masters[spec.key] = graph.add_input(
+                    InputSpec(InputRole.MASTER, spec.key), node.meta["val"], node.name
+                )
+            elif spec.role is InputRole.PARAM:
                 mapping[node] = params[spec.key]
             elif spec.role is InputRole.GRAD:
                 mapping[node] = grads[spec.key]
@@ -43,6 +51,8 @@ class Update(Pass):
                 key = node.meta["key"]
                 graph.assign_key(copied, key.module, key.family, Phase.UPDATE)
                 mapping[node] = copied
+            for name, master in masters.items():
+                graph.add_call(torch.ops.aten.copy_.default, (params[name], master), module=name, phase=Phase.UPDATE)
         kept = [
             (value, spec)
             for value, spec in zip(graph.output_values, graph.outputs, strict=True)

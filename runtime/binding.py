@@ -11,6 +11,7 @@ from torch import Tensor
 from ..capture import HeldTensor, ModuleTensors
 from ..errors import GuardError
 from ..graph import InputRole, OutputRole, StepGraph
+from .state import StepState
 
 
 class Binding:
@@ -20,7 +21,9 @@ class Binding:
     optimizer are usable at any time.
     """
 
-    def __init__(self, graph: StepGraph, tensors: ModuleTensors, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, graph: StepGraph, tensors: ModuleTensors, optimizer: torch.optim.Optimizer, state: StepState
+    ) -> None:
         self._optimizer = optimizer
         self._params = {h.key: h.tensor for h in tensors.params}
         held = {h.key: h for h in tensors.buffers + tensors.attributes}
@@ -45,6 +48,8 @@ class Binding:
                 self._batch.append((position, spec.key))
             elif spec.role is InputRole.HYPER:
                 self._hypers.append(_Hyper(position, spec.key))
+            elif (own := state.tensor(spec)) is not None:
+                self._fixed[position] = own
             else:
                 raise GuardError(f"nothing to bind for the input {spec}")
         slots = {slot.name: slot for h in tensors.buffers + tensors.attributes for slot in h.slots}

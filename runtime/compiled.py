@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..capture import CapturedStep, CapturedUpdate, FlatBatch, ModuleTensors, capture_update, garbage_collection_paused
+from ..capture import (
+    CapturedStep,
+    CapturedUpdate,
+    FlatBatch,
+    ModuleTensors,
+    capture_update,
+    garbage_collection_paused,
+    update_targets,
+)
 from ..device import compiles_updates
 from ..graph import OutputRole, StepGraph
 from ..passes import PassRecord, run_passes, training_passes
@@ -17,19 +26,8 @@ from .binding import Binding
 from .executor import Executor
 from .guards import OptimizerGuard
 from .inductor import CompiledRegions, lowered
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """The arguments of ``compile_train_step`` that shape the graph."""
-
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    clip_value: float | None = None
-    error_if_nonfinite: bool = False
-    nonfinite: str = "skip"
-    is_fast: bool = False
-    uses_inductor: bool = False
+from .options import StepOptions
+from .state import StepState
 
 
 @dataclass
@@ -74,6 +72,7 @@ class CompiledBatch:
         tensors: ModuleTensors,
         optimizer: torch.optim.Optimizer,
         options: StepOptions,
+        state: StepState,
     ) -> None:
         self.step = step
         self.batch = batch.describe()
@@ -84,6 +83,7 @@ class CompiledBatch:
         self._tensors = tensors
         self._optimizer = optimizer
         self._options = options
+        self.state = state
         self._params = {h.key: h.tensor for h in tensors.params}
         self._regions: CompiledRegions = {}
         self._device = next(iter(self._params.values())).device
@@ -113,13 +113,19 @@ class CompiledBatch:
         options = self._options
         compiles_update = options.is_fast and compiles_updates(self._device)
         with garbage_collection_paused():
-            update = capture_update(self._optimizer, self._params, self.step, tensor_by_tensor=compiles_update)
+            masters = self.state.masters.of(self.step.grad_keys)
+            self.state.masters.check_state(self._optimizer)
+            swapped = functools.partial(self.state.masters.in_optimizer, self._optimizer)
+            targets = update_targets(self.step, masters, swapped)
+            update = capture_update(self._optimizer, self._params, targets, tensor_by_tensor=compiles_update)
             graph = self.step.graph.copy()
             passes = training_passes(
                 max_norm=options.max_norm,
                 norm_type=options.norm_type,
                 clip_value=options.clip_value,
                 error_if_nonfinite=options.error_if_nonfinite,
+                scales_loss=options.loss_scale is not None,
+                masters=frozenset(masters),
                 nonfinite=options.nonfinite,
                 update=update.graph,
                 for_compiler=compiles_update,
@@ -135,7 +141,7 @@ class CompiledBatch:
             graph,
             records,
             OptimizerGuard(update, self._optimizer, trained),
-            Binding(graph, self._tensors, self._optimizer),
+            Binding(graph, self._tensors, self._optimizer, self.state),
             Executor(program),
             options.is_fast or options.uses_inductor,
         )

@@ -25,7 +25,9 @@ from .interpret import run_nodes
 from .rollback import rolled_back
 
 if TYPE_CHECKING:
-    from .compiled import CompiledBatch, StepOptions, Variant
+    from .compiled import CompiledBatch, Variant
+    from .loss_scale import Scaler
+    from .options import StepOptions
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,17 @@ class Subject:
 
     def trained(self) -> list[Tensor]:
         """The model's parameters that the optimizer holds and that require grad, in the model's order."""
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        held = self._held()
         return [p for p in self.model.parameters() if id(p) in held and p.requires_grad]
+
+    def updated(self) -> list[Tensor]:
+        """The same with masters, which the optimizer holds, in the places of their parameters."""
+        held, masters = self._held(), self.compiled.state.masters.tensors
+        targets = [masters.get(key, p) for key, p in self.model.named_parameters() if p.requires_grad]
+        return [p for p in targets if id(p) in held]
+
+    def _held(self) -> set[int]:
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
 
 def run_eager(subject: Subject) -> tuple[Tensor, Any, Tensor]:
@@ -106,13 +117,26 @@ def run_eager(subject: Subject) -> tuple[Tensor, Any, Tensor]:
     once = subject.compiled.step.region_writes  # eager's recompute would write a second time
     with regions_run_once(subject.model) if once else contextlib.nullcontext():
         loss, aux = subject.call(subject.model, subject.batch.copied())
+        scaler = _scaler_like(subject.compiled.state.scaler)
         with autocast_off():
-            loss.backward()
+            scaler.scale(loss).backward()
     with autocast_off():
         _own_gradients(subject.trained())
-        norm = _clip(subject)
-        subject.optimizer.step()
+        masters = subject.compiled.state.masters
+        masters.take_gradients()
+        with masters.in_optimizer(subject.optimizer):
+            scaler.unscale_(subject.optimizer)
+            norm = _clip(subject)
+            subject.optimizer.step()
+        masters.give_values()
     return loss, aux, norm
+
+
+def _scaler_like(scaler: Scaler | None) -> torch.amp.GradScaler:
+    """Torch's scaler at the same scale; one that does nothing where losses are not scaled."""
+    if scaler is None:
+        return torch.amp.GradScaler(enabled=False)
+    return torch.amp.GradScaler(scaler.scale.device.type, init_scale=scaler.value)
 
 
 def _own_gradients(params: list[Tensor]) -> None:
@@ -126,7 +150,7 @@ def _own_gradients(params: list[Tensor]) -> None:
 
 
 def _clip(subject: Subject) -> Tensor:
-    params, options = subject.trained(), subject.options
+    params, options = subject.updated(), subject.options
     norm = total_norm(params, options.norm_type)
     if options.max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, options.max_norm, norm)
@@ -137,14 +161,14 @@ def _clip(subject: Subject) -> Tensor:
 
 def first_difference(subject: Subject) -> tuple[str | None, str]:
     """Key of the first differing node, and what eager does in its place. (None, reason) where no node can be named."""
-    with rolled_back(subject.model, subject.optimizer):
+    with rolled_back(subject.model, subject.optimizer, subject.compiled.state.tensors):
         captured, clipped, updated = _record_eager(subject)
     compiled, variant = subject.compiled, subject.variant
     expected = _expected(compiled.step.graph, captured, (Phase.FORWARD, Phase.BACKWARD))
     if not variant.may_round:
         expected |= _expected(variant.graph, clipped, (Phase.NORM,))
         expected |= _expected(variant.update.graph, updated, (Phase.UPDATE,))
-    with rolled_back(subject.model, subject.optimizer):
+    with rolled_back(subject.model, subject.optimizer, subject.compiled.state.tensors):
         for node, values in run_nodes(variant.graph, subject.inputs()):
             eager_call = expected.get(node.meta["key"].name)
             if eager_call is None or eager_call.digest is None:
@@ -177,16 +201,22 @@ def _describe(node: fx.Node, eager_call: _Call) -> str:
 
 def _record_eager(subject: Subject) -> tuple[list[_Call], list[_Call], list[_Call]]:
     trained = subject.trained()
+    scaler = _scaler_like(subject.compiled.state.scaler)
     with regions_run_once(subject.model), _Recorder() as forward_backward:
         loss, _ = subject.call(subject.model, subject.batch.copied())
         with autocast_off():
-            grads = torch.autograd.grad(loss, trained, allow_unused=True)
+            grads = torch.autograd.grad(scaler.scale(loss), trained, allow_unused=True)
     for param, grad in zip(trained, grads, strict=True):
         param.grad = None if grad is None else grad.clone()
-    with autocast_off(), _Recorder() as clipping:
-        _clip(subject)
-    with autocast_off(), _Recorder() as update:
-        subject.optimizer.step()
+    masters = subject.compiled.state.masters
+    masters.take_gradients()
+    with autocast_off(), masters.in_optimizer(subject.optimizer):
+        with _Recorder() as clipping:
+            scaler.unscale_(subject.optimizer)
+            _clip(subject)
+        with _Recorder() as update:
+            subject.optimizer.step()
+    masters.give_values()
     return forward_backward.calls, clipping.calls, update.calls
 
 

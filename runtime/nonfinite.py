@@ -265,7 +265,7 @@ def first_nonfinite(
     captured = compiled.step.graph
     report = NonfiniteReport()
     for graph in (captured, variant.graph):
-        with rolled_back(model, optimizer):
+        with rolled_back(model, optimizer, compiled.state.tensors):
             inputs = compiled.inputs(variant, flatten_batch(batch.copied()))
             by_spec = dict(zip(variant.graph.inputs, inputs, strict=True))
             report = find_nonfinite(graph, [by_spec[spec] for spec in graph.inputs])

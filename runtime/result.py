@@ -17,10 +17,11 @@ class StepResult:
     Attributes:
         loss: 0-dim (or one element, as the model returned it), detached, on the parameters' device.
         aux: what ``loss_fn`` returned beside the loss, detached; None where there is none.
-        grad_norm: 0-dim, the L2 norm of all gradients before clipping, in eager's dtype.
+        grad_norm: 0-dim, the norm of all gradients before clipping, unscaled, in eager's dtype.
         clip_factor: 0-dim in [0, 1], what the gradients were multiplied by; None without clipping.
         skipped: whether the update was left out because something was not finite.
         skip_reason: what was not finite, or None.
+        loss_scale: the loss scale after this step, which the next one uses; None where losses are not scaled.
         applied: whether this call changed the weights; gate a scheduler on it.
         step: counts the calls, from 1.
     """
@@ -33,6 +34,7 @@ class StepResult:
     skip_reason: str | None
     applied: bool
     step: int
+    loss_scale: float | None = None
 
 
 def describe_nonfinite(code: int, grad_keys: list[str], loss: Tensor) -> tuple[str, str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,12 +15,15 @@ from ..torch_compat import storage_key
 
 
 @contextmanager
-def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer, further: Iterable[Tensor] = ()) -> Iterator[None]:
     """Within the context, steps may run on the user's own objects; afterwards all is as before, also after an error.
 
     Covers parameters, ``.grad``, buffers, tensors in plain attributes, Python state of modules and of the optimizer,
     optimizer state and random streams. Tensors keep their identity: the bytes of their storages are copied back. Needs
     memory for one copy of parameters, buffers and optimizer state. One thing that cannot be undone keeps no other from it.
+
+    Args:
+        further: tensors that belong neither to the model nor to the optimizer.
     """
     tensors: list[Tensor] = [held.tensor for held in tensors_of(model).all]
     owned = [
@@ -31,7 +34,7 @@ def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         _undo_optimizer(undo, optimizer)
         for param in model.parameters():
             undo.callback(setattr, param, "grad", param.grad)
-        for storage, copied in _copied_storages(tensors + owned):
+        for storage, copied in _copied_storages([*tensors, *owned, *further]):
             undo.callback(storage.copy_, copied)
         for tensor in tensors:
             undo.callback(_put_data_back, tensor, tensor.detach())

@@ -14,8 +14,9 @@ from ..device import rng_state
 from ..graph import OutputRole
 from ..torch_compat import pytree
 from .closeness import allowance_for, deviations
-from .compiled import CompiledBatch, StepOptions, Variant
+from .compiled import CompiledBatch, Variant
 from .localize import Subject, first_difference, run_eager
+from .options import StepOptions
 from .result import describe_nonfinite
 from .rollback import rolled_back
 
@@ -82,10 +83,10 @@ def verify_step(
     subject = Subject(model, optimizer, call, compiled, variant, batch, options)
     named = {f"parameter {held.key}": held.tensor for held in tensors_of(model).params} if variant.may_round else {}
     before = {name: _copied(param) for name, param in named.items()}
-    with rolled_back(model, optimizer):
+    with rolled_back(model, optimizer, compiled.state.tensors):
         eager = dict(_values(subject, *run_eager(subject)))
         grads = {name: _copied(param.grad) for name, param in named.items() if param.grad is not None}
-    with rolled_back(model, optimizer):
+    with rolled_back(model, optimizer, compiled.state.tensors):
         outputs = variant.executor(subject.inputs())
         graph = dict(_values(subject, *_results(subject, outputs)))
     skipped = _skip_reason(compiled, variant, outputs)
@@ -115,7 +116,7 @@ def verify_step(
     return VerifyReport(False, compared, differences, first, detail, tolerance, deviation)
 
 
-_UPDATED = ("parameter ", "state ")
+_UPDATED = ("parameter ", "master ", "state ")
 
 
 def _skip_reason(compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> str:
@@ -143,6 +144,8 @@ def _values(subject: Subject, loss: Tensor, aux: Any, norm: Tensor) -> Iterator[
     tensors = tensors_of(subject.model)
     for held in tensors.params:
         yield f"parameter {held.key}", _copied(held.tensor)
+        if (master := subject.compiled.state.masters.tensors.get(held.key)) is not None:
+            yield f"master {held.key}", _copied(master)
         for name, value in subject.optimizer.state.get(held.tensor, {}).items():
             yield f"state {held.key}/{name}", _copied(value)
     for held in tensors.buffers + tensors.attributes:
@@ -161,7 +164,8 @@ def _copied(value: Any) -> Any:
 
 def _count_kinds(values: dict[str, Any]) -> dict[str, int]:
     kinds = {
-        "loss": "loss", "gradient": "gradient norm", "aux": "aux values", "parameter": "parameters", "buffer": "buffers",
+        "loss": "loss", "gradient": "gradient norm", "aux": "aux values", "parameter": "parameters",
+        "master": "master weights", "buffer": "buffers",
         "state": "optimizer state entries", "random": "random streams", "group": "hyperparameters",
     }  # fmt: skip
     counts = dict.fromkeys(kinds.values(), 0)

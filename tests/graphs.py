@@ -18,10 +18,11 @@ from stepgraph.capture import (
     capture_update,
     flatten_batch,
     tensors_of,
+    update_targets,
 )
 from stepgraph.graph import Phase, StepGraph, family_of
 from stepgraph.passes import run_passes, training_passes
-from stepgraph.runtime import Binding, Executor
+from stepgraph.runtime import Binding, Executor, StepState
 
 from . import fixtures, oracle
 
@@ -41,10 +42,10 @@ class Subject(NamedTuple):
         """A fresh copy of the captured graph."""
         return self.step.graph.copy()
 
-    def rewritten(self, max_norm: float | None = None) -> StepGraph:
+    def rewritten(self, max_norm: float | None = None, **options: Any) -> StepGraph:
         """The graph of the whole step, which skips its update where something is not finite."""
         graph = self.graph
-        run_passes(graph, training_passes(max_norm=max_norm, nonfinite="skip", update=self.update.graph))
+        run_passes(graph, training_passes(max_norm=max_norm, nonfinite="skip", update=self.update.graph, **options))
         return graph
 
 
@@ -58,7 +59,7 @@ def subject(
     step = capture_forward_backward(
         model, tensors, {id(p) for p in model.parameters()}, LossCall(loss_fn), flatten_batch(batch)
     )
-    update = capture_update(bound, {held.key: held.tensor for held in tensors.params}, step)
+    update = capture_update(bound, {held.key: held.tensor for held in tensors.params}, update_targets(step))
     return Subject(model, bound, batch, loss_fn, step, update)
 
 
@@ -81,7 +82,7 @@ class Run(NamedTuple):
 def run(graph: StepGraph, of: Subject, batch: Any = None) -> Run:
     """Executes a graph on copies of model, optimizer and batch, from a fixed random state."""
     model, optimizer, own_batch = copy.deepcopy((of.model, of.optimizer, of.batch))
-    binding = Binding(graph, tensors_of(model), optimizer)
+    binding = Binding(graph, tensors_of(model), optimizer, StepState())
     leaves = [v for v in flatten_batch(own_batch if batch is None else batch).leaves if isinstance(v, Tensor)]
     with fixtures.seeded(0):
         outputs = Executor(graph)(binding.inputs(leaves, 0))

@@ -108,11 +108,12 @@ MODELS: dict[str, Callable[[], fixtures.Fixture]] = {
 
 
 class Graphs(NamedTuple):
-    """One step as captured, with clipping, and without."""
+    """One step as captured, with clipping, without, and with clipping under a loss scale."""
 
     captured: StepGraph
     clipped: StepGraph
     unclipped: StepGraph
+    scaled: StepGraph
 
 
 @functools.cache
@@ -125,7 +126,9 @@ def graphs_of(name: str) -> Graphs:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     of = subject(fixture, optimizer)
-    return Graphs(of.step.graph, of.rewritten(max_norm=1.0), of.rewritten())
+    return Graphs(
+        of.step.graph, of.rewritten(max_norm=1.0), of.rewritten(), of.rewritten(max_norm=1.0, scales_loss=True)
+    )
 
 
 Mutate = Callable[[StepGraph], str]

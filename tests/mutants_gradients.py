@@ -182,6 +182,76 @@ def norm_of_other_values(graph: StepGraph) -> str:
     return f"the gradient {key_of(grad)} enters the norm 0 times"
 
 
+# gradients_are_unscaled_once
+
+
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def unscale_gone(graph: StepGraph) -> str:
+    graph.graph.erase_node(call(graph, _UNSCALE, Phase.NORM))
+    return f"the gradient {key_of(gradients(graph)[0])} is unscaled 0 times, not 1"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def unscale_runs_twice(graph: StepGraph) -> str:
+    unscale = call(graph, _UNSCALE, Phase.NORM)
+    repeat(graph, unscale, unscale, Phase.NORM)
+    return f"the gradient {key_of(gradients(graph)[0])} is unscaled 2 times, not 1"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def unscale_misses_a_gradient(graph: StepGraph) -> str:
+    missed = gradients(graph)[1]
+    _edit_list(call(graph, _UNSCALE, Phase.NORM), lambda grads: [g for g in grads if g is not missed])
+    return f"the gradient {key_of(missed)} is unscaled 0 times, not 1"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def unscale_takes_a_gradient_twice(graph: StepGraph) -> str:
+    _edit_list(call(graph, _UNSCALE, Phase.NORM), lambda grads: [*grads, grads[1]])
+    return f"the gradient {key_of(gradients(graph)[1])} is unscaled 2 times, not 1"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def gradient_unscaled_once_more_on_its_own(graph: StepGraph) -> str:
+    unscale, grad = call(graph, _UNSCALE, Phase.NORM), gradients(graph)[2]
+    added(graph, unscale.next, Phase.NORM, aten.mul_.Tensor, grad, unscale.args[2])
+    return f"the gradient {key_of(grad)} is unscaled 2 times, not 1"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def unscale_after_the_norm(graph: StepGraph) -> str:
+    graph.output_of(OutputRole.NORM).append(call(graph, _UNSCALE, Phase.NORM))
+    return f"the gradient {key_of(gradients(graph)[0])} is unscaled after its norm is taken or it is clipped"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def unscale_after_the_clip(graph: StepGraph) -> str:
+    call(graph, "_foreach_mul_", Phase.NORM).append(call(graph, _UNSCALE, Phase.NORM))
+    return f"the gradient {key_of(gradients(graph)[0])} is unscaled after its norm is taken or it is clipped"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def loss_not_scaled(graph: StepGraph) -> str:
+    scaled = next(n for n in graph.input_nodes(InputRole.SCALER)["scale"].users if n.meta["phase"] is Phase.BACKWARD)
+    scaled.replace_all_uses_with(scaled.args[0])  # type: ignore[arg-type]
+    graph.graph.erase_node(scaled)
+    return "the backward is multiplied 0 times by the loss scale"
+
+
+@mutant("gradients_are_unscaled_once", form="scaled")
+def loss_scaled_twice(graph: StepGraph) -> str:
+    scale = graph.input_nodes(InputRole.SCALER)["scale"]
+    scaled = next(n for n in scale.users if n.meta["phase"] is Phase.BACKWARD)
+    readers = list(scaled.users)
+    again = added(graph, scaled.next, Phase.BACKWARD, aten.mul.Tensor, scaled, scale)
+    for reader in readers:
+        reader.replace_input_with(scaled, again)
+    return "the backward is multiplied 2 times by the loss scale"
+
+
 # gate_guards_the_update
 
 

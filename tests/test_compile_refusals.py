@@ -190,8 +190,6 @@ NOT_YET: list[tuple[str, Any]] = [
     ("plan", "zero3"),
     ("plan", "sqrt"),
     ("plan", Path("plan.json")),
-    ("precision", "fp16"),
-    ("master_weights", False),
     ("accumulate", 4),
     ("memory_budget", "8GiB"),
     ("memory_budget", 1 << 30),

@@ -32,7 +32,7 @@ from stepgraph.graph import (
 )
 from stepgraph.graph.effects import is_scalar_function
 from stepgraph.graph.ops import FUSED_TWINS
-from stepgraph.runtime import Binding
+from stepgraph.runtime import Binding, StepState
 
 from . import fixtures, oracle, zoo
 from .graphs import subject
@@ -124,7 +124,7 @@ def _whole_step(model: nn.Module, batch: Any, loss_fn: fixtures.LossFn | None) -
     sg.compile_train_step(model, optimizer, loss_fn=loss_fn)(batch)
     graph = subject((model, batch, loss_fn), optimizer).rewritten(max_norm=0.01)
     leaves = [v for v in flatten_batch(batch).leaves if isinstance(v, Tensor)]
-    return graph, Binding(graph, tensors_of(model), optimizer).inputs(leaves, 0)
+    return graph, Binding(graph, tensors_of(model), optimizer, StepState()).inputs(leaves, 0)
 
 
 def _of_zoo(name: str) -> tuple[nn.Module, Any, None]:

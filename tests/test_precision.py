@@ -134,20 +134,26 @@ def test_in_the_fast_tier() -> None:
         assert step(fixture.batch).applied
 
 
-@pytest.mark.case("B17")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_parameters_need_masters_or_consent(dtype: torch.dtype) -> None:
+def test_16_bit_parameters_without_masters_are_updated_as_they_are(dtype: torch.dtype) -> None:
     model = nn.Linear(4, 4).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = portrait(model, optimizer)
-    with pytest.raises(sg.NotYetError, match=r"weight, bias.*master_weights=False"):
-        sg.compile_train_step(model, optimizer, precision="bf16")
-    assert_same(before, portrait(model, optimizer))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = sg.compile_train_step(
         model, optimizer, loss_fn=lambda m, x: m(x).float().square().mean(), precision="bf16", master_weights=False
     )
     assert step(torch.randn(3, 4)).applied
     assert model.weight.dtype is dtype
+    assert all(entries["momentum_buffer"].dtype is dtype for entries in optimizer.state.values())
+
+
+@pytest.mark.case("B17")
+def test_fp16_parameters_under_a_loss_scale_need_masters() -> None:
+    model = nn.Linear(4, 4).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = portrait(model, optimizer)
+    with pytest.raises(sg.ConfigError, match=r"weight, bias.*master_weights=True"):
+        sg.compile_train_step(model, optimizer, precision="fp16", master_weights=False)
+    assert_same(before, portrait(model, optimizer))
 
 
 @pytest.mark.feature("AMP-8")

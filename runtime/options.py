@@ -1,0 +1,120 @@
+"""The arguments of ``compile_train_step`` that shape the graph and the step, checked."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .loss_scale import LossScale, check_scale
+
+AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does besides forward and backward.
+
+    Attributes:
+        loss_scale: how losses are scaled: dynamically, by a fixed number, or not at all.
+        skips_before_warning: how many updates in a row are skipped before a warning; None is never.
+        skips_before_error: and before :class:`NonFiniteError`.
+        is_fast: the fast tier.
+    """
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_value: float | None = None
+    error_if_nonfinite: bool = False
+    nonfinite: str = "skip"
+    loss_scale: LossScale | float | None = None
+    skips_before_warning: int | None = 20
+    skips_before_error: int | None = 100
+    is_fast: bool = False
+    uses_inductor: bool = False
+
+
+def checked_options(
+    *,
+    precision: str,
+    loss_scale: Any,
+    max_norm: Any,
+    norm_type: Any,
+    clip_value: Any,
+    error_if_nonfinite: Any,
+    nonfinite: str,
+    skips_before_warning: Any,
+    skips_before_error: Any,
+    numerics: str,
+    lowering: str,
+) -> StepOptions:
+    """The options, from arguments as a user gave them.
+
+    Raises:
+        ConfigError: one of them makes no sense, or two contradict each other.
+    """
+    check_choice("precision", precision, tuple(AUTOCAST_DTYPES))
+    check_choice("nonfinite", nonfinite, ("skip", "raise", "ignore"))
+    check_choice("numerics", numerics, ("exact", "fast"))
+    check_choice("lowering", lowering, ("auto", "eager", "inductor"))
+    if not _is_number(norm_type) or not norm_type >= 1:
+        raise ConfigError(f"norm_type must be a number of 1 or more, or infinity, got {norm_type!r}")
+    for name, limit in (("max_norm", max_norm), ("clip_value", clip_value)):
+        if limit is not None and not (_is_number(limit) and limit >= 0 and math.isfinite(limit)):
+            raise ConfigError(f"{name} must be a finite number >= 0 (0 or None: off), got {limit!r}")
+    if max_norm and clip_value:
+        raise ConfigError("max_norm and clip_value both clip, and their order would matter; give one of them")
+    if error_if_nonfinite and nonfinite == "ignore":
+        raise ConfigError('error_if_nonfinite=True and nonfinite="ignore" contradict each other; give one of them')
+    for name, count in (("skips_before_warning", skips_before_warning), ("skips_before_error", skips_before_error)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"{name} must be a whole number of updates, 1 or more, or None, got {count!r}")
+    return StepOptions(
+        max_norm=float(max_norm) if max_norm else None,
+        norm_type=float(norm_type),
+        clip_value=float(clip_value) if clip_value else None,
+        error_if_nonfinite=bool(error_if_nonfinite),
+        nonfinite=nonfinite,
+        loss_scale=_checked_loss_scale(precision, loss_scale, nonfinite),
+        skips_before_warning=skips_before_warning,
+        skips_before_error=skips_before_error,
+        is_fast=numerics == "fast",
+        uses_inductor=lowering == "inductor" or (lowering == "auto" and numerics == "fast"),
+    )
+
+
+def _checked_loss_scale(precision: str, loss_scale: Any, nonfinite: str) -> LossScale | float | None:
+    if precision != "fp16":
+        if loss_scale is not None:
+            raise ConfigError(f'loss_scale={loss_scale!r} belongs to precision="fp16"; {precision} needs none')
+        return None
+    if loss_scale is None or isinstance(loss_scale, LossScale):
+        if nonfinite == "ignore":
+            raise ConfigError(
+                'nonfinite="ignore" updates with what is not finite, and a dynamic loss scale is found by leaving such updates '
+                'out; leave nonfinite at "skip", or pass a number as loss_scale'
+            )
+        return loss_scale or LossScale()
+    if isinstance(loss_scale, type) and issubclass(loss_scale, LossScale):
+        raise ConfigError("loss_scale is the class LossScale; pass an instance, LossScale()")
+    if isinstance(loss_scale, torch.amp.GradScaler):
+        raise ConfigError(
+            "loss_scale is a GradScaler, whose work the step does itself; pass LossScale(init_scale=..., growth_interval=...) "
+            "with the same values"
+        )
+    check_scale("loss_scale", loss_scale)
+    return float(loss_scale)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises :class:`ConfigError` where ``value`` is none of ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
