@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -14,62 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import (
-    CapturedStep,
-    FlatBatch,
-    LossCall,
-    batch_signature,
-    capture_forward_backward,
-    check_model,
-    check_optimizer,
-    flatten_batch,
-    is_capturing,
-    tensors_of,
-    varying_leaves,
-)
-from .errors import (
-    ConfigError,
-    NonFiniteError,
-    NotYetAttributeError,
-    NotYetError,
-    StepGraphError,
-    StepGraphWarning,
-)
+from .capture import LossCall, check_model, check_optimizer, flatten_batch, tensors_of, warn_user
+from .errors import ConfigError, NotYetAttributeError, NotYetError
 from .graph import OutputRole, StepGraph
-from .graph.ops import NONFINITE_LOSS
 from .runtime import (
     AUTOCAST_DTYPES,
-    AttributeWatch,
+    Captures,
     CompiledBatch,
     LossScale,
     Masters,
-    MembershipGuard,
-    ModelGuard,
     NonfiniteReport,
+    Part,
+    Program,
     Scaler,
     StepOptions,
     StepResult,
     StepState,
+    Tally,
     Variant,
     VerifyReport,
+    Window,
     check_choice,
+    check_weight,
     checked_options,
     describe_compiled,
     describe_nonfinite,
     first_nonfinite,
-    first_run_error,
-    refuse_fp16_parameters,
+    refuse_16_bit_parameters,
     register_clipping,
-    restored_on_error,
     verify_step,
+    warn_of_batch_norm,
 )
 from .torch_compat import mark_stepped
 
 logger = logging.getLogger("stepgraph")
 
-CAPTURES_BEFORE_WARNING = 8
-Signature = tuple[Hashable, int, tuple[int, ...]]  # batch; model; optimizer membership and companions of the model
-_METHODS_TO_COME = ("flush", "plan", "full_params", "state_dict", "load_state_dict", "save", "load")
+_METHODS_TO_COME = ("plan", "full_params", "state_dict", "load_state_dict", "save", "load")
 
 
 def compile_train_step(
@@ -128,6 +106,8 @@ def compile_train_step(
             backs off in either case.
         skips_before_warning: how many updates in a row are skipped before a warning; None is never.
         skips_before_error: and before :class:`NonFiniteError`, which names the parameter.
+        accumulate: how many batches, here micro-batches, make an update: gradients are summed and divided by their number, or
+            by the sum of their weights, before norm and clip. Each call takes one; the last of a window updates.
         verify: ``"first"`` runs eager beside the graph at the first step and warns where any bit differs.
 
     The other arguments belong to the contract and are not implemented yet: away from their defaults they raise.
@@ -145,8 +125,6 @@ def compile_train_step(
         if isinstance(function, type):
             raise ConfigError(f"{name} is the class {function.__name__}; pass an instance, {function.__name__}()")
     check_choice("verify", verify, ("off", "first"))
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"accumulate must be a whole number of microbatches, 1 or more, got {accumulate!r}")
     options = checked_options(
         precision=precision,
         loss_scale=loss_scale,
@@ -157,12 +135,12 @@ def compile_train_step(
         nonfinite=nonfinite,
         skips_before_warning=skips_before_warning,
         skips_before_error=skips_before_error,
+        accumulate=accumulate,
         numerics=numerics,
         lowering=lowering,
     )
     _refuse_unimplemented(
         plan=(plan, plan in ("auto", "none")),
-        accumulate=(accumulate, accumulate == 1),
         memory_budget=(memory_budget, memory_budget is None),
         mesh=(mesh, mesh is None),
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
@@ -184,18 +162,6 @@ def _refuse_unimplemented(**arguments: tuple[Any, bool]) -> None:
     for name, (value, is_implemented) in arguments.items():
         if not is_implemented:
             raise NotYetError(f"{name}={value!r} is not implemented yet; leave {name} at its default in this version.")
-
-
-@contextlib.contextmanager
-def _torch_log_quiet() -> Iterator[None]:
-    """Keeps torch from printing the traceback of an error that is raised in better words."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 class TrainStep:
@@ -225,9 +191,9 @@ class TrainStep:
             raise ConfigError(
                 f"model must be an nn.Module, got {got}; the call is compile_train_step(model, optimizer)"
             )
-        self._tensors = tensors_of(model)
-        self._device = check_model(model, self._tensors)
-        check_optimizer(optimizer, self._tensors)
+        tensors = tensors_of(model)
+        self._device = check_model(model, tensors)
+        check_optimizer(optimizer, tensors)
         self.model = model
         self.optimizer = optimizer
         self.last_verification: VerifyReport | None = None
@@ -235,54 +201,144 @@ class TrainStep:
         self._options = options
         self._plan = plan
         self._verify_first = verify_first
-        if options.loss_scale is not None and not master_weights:
-            refuse_fp16_parameters(self._tensors.params)
-        self._guard = ModelGuard(model, self._tensors)
-        self._members = MembershipGuard(optimizer)
-        self._companions: dict[int, AttributeWatch] = {}
-        self._cache: dict[Signature, CompiledBatch] = {}
-        self._current: tuple[CompiledBatch, Variant] | None = None
-        self._tensor_ids = {id(held.tensor) for held in self._tensors.all}
+        if not master_weights:
+            refuse_16_bit_parameters(tensors.params, options)
         scale = options.loss_scale
         self._state = StepState(
             None if scale is None else Scaler(scale, self._device),
-            Masters(self._tensors.params if master_weights else []),
+            Masters(tensors.params if master_weights else []),
+            Window(options.accumulate, self._device) if options.accumulate > 1 else None,
         )
-        self._calls = 0
-        self._skips = 0
-        self._skips_in_a_row = 0
+        self._captures = Captures(model, optimizer, tensors, self._call, options, self._state)
+        self._tally = Tally()
+        if options.accumulate > 1:
+            warn_of_batch_norm(model, options.accumulate)
         self._last_norm: Tensor | None = None
         if options.max_norm or options.clip_value:
             register_clipping(self, [p for group in optimizer.param_groups for p in group["params"]])
 
     def __call__(self, batch: Any, weight: float | None = None) -> StepResult:
-        """Runs one training step on ``batch``.
+        """Runs one training step on ``batch``, or adds a micro-batch to the window and runs the update if that is full.
+
+        Args:
+            weight: of the batch in the update, which is the sum of weight times gradient, divided by the sum of weights: the
+                number of tokens where the loss is a mean over tokens. None weighs all alike; 0 leaves a batch out.
 
         Raises:
             CaptureError: the first time that a batch of this kind is seen and cannot be traced; nothing was changed.
             GuardError: a parameter was replaced after compilation; nothing was changed.
             NonFiniteError: under ``nonfinite="raise"`` or ``error_if_nonfinite``; nothing was updated.
         """
-        if weight is not None:
-            if not isinstance(weight, (int, float)):
-                raise ConfigError(
-                    f"a step takes one batch, and got a second {type(weight).__name__}: pass step((x, y))"
-                )
-            raise NotYetError("weight= belongs to accumulation, which is not implemented yet; leave it out.")
-        if self._verify_first and self._calls == 0:
+        check_weight(weight)
+        window = self._state.window
+        if self._verify_first and self._tally.updates == 0 and not (window and window.count):
             self._report_verification(self.verify(batch))
-        compiled, variant, flat = self._compiled_for(batch)
-        inputs = compiled.inputs(variant, flat)
-        outputs = variant.executor(inputs) if compiled.has_run else self._first_run(compiled, variant, inputs)
-        self._calls += 1
-        return self._finish(compiled, variant, outputs)
+        if weight == 0:
+            return self._leave_out(batch)
+        if window is None:
+            return self._update(batch, None)
+        window.check(weight)
+        window.expect(1.0 if weight is None else weight)
+        part = window.part(weighted=weight is not None)
+        if window.count + 1 < window.size:
+            return self._add(batch, weight, part)
+        return self._update(batch, part)
+
+    def flush(self) -> StepResult | None:
+        """Applies a window that is not full, divided by what it holds; its ``loss`` is the window's mean.
+
+        Returns None where there is nothing to apply.
+        """
+        window = self._state.window
+        if window is None or not window.count:
+            return None
+        self._captures.check()
+        return self._apply(self._latest()[0])
+
+    def _update(self, batch: Any, part: Part | None) -> StepResult:
+        compiled, variant, flat = self._captures.find(batch, part)
+        assert isinstance(variant, Variant)
+        try:
+            return self._finish(compiled, variant, self._captures.run(compiled, variant, flat))
+        finally:
+            if self._state.window is not None:
+                self._state.window.clear()
+
+    def _add(self, batch: Any, weight: float | None, part: Part) -> StepResult:
+        """Runs a micro-batch that is not the last of its window."""
+        assert self._state.window is not None
+        compiled, program, flat = self._captures.find(batch, part, is_micro=True)
+        try:
+            outputs = self._captures.run(compiled, program, flat)
+        except Exception:
+            self._state.window.clear()  # sums may be half done
+            raise
+        program.binding.store(outputs)
+        self._state.window.take(weight, program.gradients(outputs))
+        return self._without_update(compiled, program, outputs)
+
+    def _leave_out(self, batch: Any) -> StepResult:
+        """Runs forward and backward of a batch of weight 0, for what they do to buffers and random streams."""
+        window = self._state.window
+        if window is not None:
+            window.check(0.0)
+        compiled, program, flat = self._captures.find(batch, None, is_micro=True)
+        outputs = self._captures.run(compiled, program, flat)
+        program.binding.store(outputs)
+        result = self._without_update(compiled, program, outputs)
+        if window is not None:
+            window.take(0.0, {})
+            if window.count < window.size:
+                return result
+        return replace(self._apply(compiled), loss=result.loss, aux=result.aux)
+
+    def _apply(self, compiled: CompiledBatch) -> StepResult:
+        """Ends a window with what it holds."""
+        window = self._state.window
+        if window is None or not window.weight_sum:
+            self._tally.updates += 1
+            reason = "the weights of its batches sum to 0"
+            self._tally.skipped(reason)
+            if window is not None:
+                window.clear()
+            return StepResult(None, None, None, None, True, reason, False, self._tally.updates, self._loss_scale)
+        window.expect(0.0)
+        try:
+            variant = compiled.variant(window.part(weighted=False, has_batch=False))
+            self._captures.latest = (compiled, variant)
+            return self._finish(compiled, variant, variant.executor(variant.inputs([])))
+        finally:
+            window.clear()
+
+    @property
+    def _loss_scale(self) -> float | None:
+        return None if self._state.scaler is None else self._state.scaler.value
+
+    def _without_update(self, compiled: CompiledBatch, program: Program, outputs: list[Any]) -> StepResult:
+        return StepResult(
+            loss=program.first(OutputRole.LOSS, outputs),
+            aux=compiled.aux_of(program, outputs),
+            grad_norm=None,
+            clip_factor=None,
+            skipped=False,
+            skip_reason=None,
+            applied=False,
+            step=self._tally.updates + 1,
+            loss_scale=self._loss_scale,
+        )
 
     def prepare(self, batch: Any) -> StepGraph:
         """Captures and rewrites for batches like ``batch``, which may hold real, fake or meta tensors; runs nothing.
 
-        Returns the graph that a call with such a batch would run.
+        Returns the graph that a call with such a batch would run; under accumulation, the last call of a window.
         """
-        return self._compiled_for(batch)[1].graph
+        if self._state.window is None:
+            return self._captures.find(batch)[1].graph
+        compiled, _, _ = self._captures.find(batch, Part(), is_micro=True)
+        variant = compiled.variant(Part(frozenset(compiled.step.grad_keys)))
+        compiled.micro(Part(frozenset(compiled.step.grad_keys)))
+        self._captures.latest = (compiled, variant)
+        return variant.graph
 
     def __getattr__(self, name: str) -> Any:
         if name in _METHODS_TO_COME:
@@ -291,7 +347,7 @@ class TrainStep:
 
     def __repr__(self) -> str:
         names = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
-        return f"TrainStep({names}, {self._options}, {self.captures} captures, {self._calls} steps)"
+        return f"TrainStep({names}, {self._options}, {self.captures} captures, {self._tally.updates} steps)"
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -312,12 +368,12 @@ class TrainStep:
     @property
     def captures(self) -> int:
         """How many times forward and backward were captured."""
-        return len(self._cache)
+        return len(self._captures.all)
 
     @property
     def update_traces(self) -> int:
         """How many times the optimizer's update was traced."""
-        return sum(len(compiled.variants) for compiled in self._cache.values())
+        return sum(len(compiled.variants) for compiled in self._captures.all)
 
     def grad_norm(self) -> Tensor | None:
         """The last pre-clip norm of all gradients, 0-dim; None before the first step."""
@@ -331,8 +387,18 @@ class TrainStep:
         the optimizer themselves and are undone; afterwards nothing has changed. Needs memory for three copies of parameters,
         buffers and optimizer state.
         """
-        compiled, variant, flat = self._compiled_for(batch)
-        return verify_step(self.model, self.optimizer, self._call, compiled, variant, flat, self._options)
+        with self._window_set_aside():
+            self.prepare(batch)
+            compiled, variant = self._latest()
+            assert isinstance(variant, Variant)
+            return verify_step(
+                self.model, self.optimizer, self._call, compiled, variant, flatten_batch(batch), self._options
+            )
+
+    def _latest(self) -> tuple[CompiledBatch, Program]:
+        if self._captures.latest is None:
+            raise ConfigError("nothing was captured yet: call the step, or step.prepare(batch), first")
+        return self._captures.latest
 
     def find_nonfinite(self, batch: Any) -> NonfiniteReport:
         """Runs one step node by node and names the operator that made the first NaN or infinity, with its module and line.
@@ -340,162 +406,67 @@ class TrainStep:
         Nothing has changed afterwards. Needs memory for a copy of parameters, buffers and optimizer state, and for every
         activation that a step keeps.
         """
-        compiled, variant, flat = self._compiled_for(batch)
-        return first_nonfinite(self.model, self.optimizer, compiled, variant, flat)
+        with self._window_set_aside() as window:
+            if window is not None:
+                window.expect(1.0)
+            compiled, variant, flat = self._captures.find(batch, None if window is None else Part())
+            assert isinstance(variant, Variant)
+            return first_nonfinite(self.model, self.optimizer, compiled, variant, flat)
+
+    @contextlib.contextmanager
+    def _window_set_aside(self) -> Iterator[Window | None]:
+        window = self._state.window
+        with contextlib.nullcontext() if window is None else window.set_aside():
+            yield window
 
     def report(self) -> str:
         """What was captured, what the passes did, and what the user should know."""
         lines = [f"plan: {self._plan}" + (" (= none: there is no planner yet)" if self._plan == "auto" else "")]
         lines.append(
-            f"captures: {self.captures}, update traces: {self.update_traces}, steps: {self._calls} ({self._skips} skipped)"
+            f"captures: {self.captures}, update traces: {self.update_traces}, "
+            f"steps: {self._tally.updates} ({self._tally.skips} skipped)"
         )
-        for number, compiled in enumerate(self._cache.values()):
+        for number, compiled in enumerate(self._captures.all):
             lines += describe_compiled(number, compiled)
         if self.last_verification is not None:
             lines.append(f"first step: {self.last_verification}")
         return "\n".join(lines)
 
-    def _latest(self) -> tuple[CompiledBatch, Variant]:
-        if self._current is None:
-            raise ConfigError("nothing was captured yet: call the step, or step.prepare(batch), first")
-        return self._current
-
-    def _compiled_for(self, batch: Any) -> tuple[CompiledBatch, Variant, FlatBatch]:
-        if is_capturing():
-            raise ConfigError("a compiled step is called inside the loss of another; call one after the other")
-        self._guard.check()
-        self._state.masters.follow()
-        flat = flatten_batch(batch)
-        if not self._tensor_ids.isdisjoint(map(id, flat.leaves)):
-            raise ConfigError("the batch holds a parameter or buffer of the model itself; pass a copy of it")
-        compiled = self._cache.get(self._signature(flat)) or self._capture(flat)
-        variant = compiled.variant()
-        self._current = (compiled, variant)
-        return compiled, variant, flat
-
-    def _signature(self, batch: FlatBatch) -> Signature:
-        surroundings = (self._members.signature(), *[watch.number() for watch in self._companions.values()])
-        return (batch_signature(batch, self._device), self._guard.signature(), surroundings)
-
-    def _capture(self, batch: FlatBatch) -> CompiledBatch:
-        with _torch_log_quiet():
-            return self._capture_alone(batch)
-
-    def _capture_alone(self, batch: FlatBatch) -> CompiledBatch:
-        start = time.perf_counter()
-        tensors = tensors_of(self.model)  # buffers may have been replaced, and hooks added, since the last capture
-        check_model(self.model, tensors)
-        check_optimizer(self.optimizer, tensors)
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        step = capture_forward_backward(self.model, tensors, trained, self._call, batch)
-        compiled = CompiledBatch(step, batch, tensors, self.optimizer, self._options, self._state)
-        compiled.variant()
-        compiled.capture_seconds = time.perf_counter() - start
-        logger.info("captured %s in %.1f s", ", ".join(batch.describe()), compiled.capture_seconds)
-        for companion in step.companions:
-            named = [(f"{type(companion).__name__}.{path}", module) for path, module in companion.named_modules()]
-            self._companions.setdefault(id(companion), AttributeWatch(named, of_companions=True))
-        self._guard.ignore(step.changed_attributes)
-        self._guard.ignore(self._irrelevant_attributes(step, batch))
-        self._cache[self._signature(batch)] = compiled
-        if len(self._cache) == CAPTURES_BEFORE_WARNING:
-            varying = varying_leaves(batch.paths, [s[0] for s in self._cache])
-            warnings.warn(
-                StepGraphWarning(
-                    f"{len(self._cache)} captures so far, each for another kind of batch or state of the model. "
-                    + (f"What varies: {'; '.join(varying)}. " if varying else "")
-                    + "Pad or bucket batches to few shapes, and pass numbers that change as tensors."
-                ),
-                stacklevel=5,
-            )
-        return compiled
-
-    def _irrelevant_attributes(self, step: CapturedStep, batch: FlatBatch) -> list[str]:
-        """Attributes whose change led to a capture of the very same graph: a step counter that forward does not read."""
-        batch_part, number, surroundings = self._signature(batch)
-        alike = [
-            (other, compiled)
-            for (other_batch, other, others), compiled in self._cache.items()
-            if (other_batch, others) == (batch_part, surroundings)
-        ]
-        text = str(step.graph) if alike else ""
-        for other, compiled in alike:
-            if str(compiled.step.graph) == text:
-                return self._guard.differing_attributes(number, other)
-        return []
-
-    def _first_run(self, compiled: CompiledBatch, variant: Variant, inputs: list[Any]) -> list[Any]:
-        """Runs a capture that has never run: what only real values show, such as dtypes that do not fit, is told as a capture's
-        failure, and undone."""
-        try:
-            with restored_on_error(self.model):
-                outputs = variant.executor(inputs)
-        except Exception as error:
-            if isinstance(error, StepGraphError):
-                raise
-            self._cache = {key: value for key, value in self._cache.items() if value is not compiled}
-            self._current = None
-            raise first_run_error(error) from error
-        compiled.has_run = True
-        return outputs
-
     def _finish(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> StepResult:
-        gate = variant.first(OutputRole.NONFINITE, outputs)
+        """Takes over what an update left, and tells what became of it."""
+        loss, gate = variant.first(OutputRole.LOSS, outputs), variant.first(OutputRole.NONFINITE, outputs)
         code = 0 if gate is None else int(gate)
-        reason, parameter = (
-            describe_nonfinite(code, compiled.step.grad_keys, variant.first(OutputRole.LOSS, outputs))
-            if code
-            else (None, None)
-        )
+        self._tally.updates += 1
         variant.binding.store(outputs)
         self._state.masters.note()
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
-        scaler = self._state.scaler
+        scaler, reason = self._state.scaler, None
         if scaler is not None:
-            scaler.update(skipped=reason is not None)
-        if reason is None:
-            self._skips_in_a_row = 0
-            mark_stepped(self.optimizer)
-        elif self._options.nonfinite == "skip" and not (self._options.error_if_nonfinite and code != NONFINITE_LOSS):
-            self._count_skip(reason, parameter)
+            scaler.update(skipped=code != 0)
+        if code:
+            reason, parameter = describe_nonfinite(code, variant.grad_keys, loss)
+            self._tally.not_finite(code, reason, parameter, self._options, scaler)
         else:
-            raise NonFiniteError(
-                f"step {self._calls}: {reason}. Parameters and optimizer state are unchanged. "
-                "step.find_nonfinite(batch) names the operator that made it.",
-                parameter,
-            )
+            self._tally.applied()
+            mark_stepped(self.optimizer)
+        has_batch = variant.part is None or variant.part.has_batch
+        if not has_batch:
+            loss = loss / self._state.window.weight_sum  # type: ignore[union-attr]
         return StepResult(
-            loss=variant.first(OutputRole.LOSS, outputs),
-            aux=compiled.aux_of(variant, outputs),
+            loss=loss,
+            aux=compiled.aux_of(variant, outputs) if has_batch else None,
             grad_norm=norm,
             clip_factor=variant.first(OutputRole.CLIP_FACTOR, outputs),
             skipped=reason is not None,
             skip_reason=reason,
             applied=reason is None,
-            step=self._calls,
-            loss_scale=None if scaler is None else scaler.value,
+            step=self._tally.updates,
+            loss_scale=self._loss_scale,
         )
-
-    def _count_skip(self, reason: str, parameter: str | None) -> None:
-        self._skips += 1
-        self._skips_in_a_row += 1
-        logger.warning("step %d: the update is skipped, since %s", self._calls, reason)
-        count, scaler, options = self._skips_in_a_row, self._state.scaler, self._options
-        if count not in (options.skips_before_warning, options.skips_before_error):
-            return
-        where = "" if scaler is None else f" The loss scale is {scaler.value:g}."
-        what = (
-            f"step {self._calls}: {count} updates in a row were skipped, the last since {reason}.{where} Parameters and "
-            "optimizer state are unchanged since. step.find_nonfinite(batch) names the operator that made it."
-        )
-        if count == options.skips_before_error:
-            self._skips_in_a_row = 0
-            raise NonFiniteError(what, parameter)
-        warnings.warn(StepGraphWarning(what), stacklevel=4)
 
     def _report_verification(self, report: VerifyReport) -> None:
         self.last_verification = report
         if report.ok:
             logger.info("first step: %s", report)
         else:
-            warnings.warn(StepGraphWarning(f"first step: {report}"), stacklevel=3)
+            warn_user(f"first step: {report}")

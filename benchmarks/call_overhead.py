@@ -37,7 +37,7 @@ def seconds_per_call(count: int, calls: int) -> tuple[float, float]:
         step(batch)
         scheduler.step()
     whole = _median(lambda: step(batch), calls, scheduler)
-    _, variant, _ = step._compiled_for(batch)
+    _, variant, _ = step._captures.find(batch)
     outputs = variant.executor(variant.inputs([batch]))
     variant.executor = lambda inputs: outputs  # type: ignore[assignment, return-value]
     alone = _median(lambda: step(batch), calls, scheduler)

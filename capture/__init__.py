@@ -8,6 +8,7 @@ from .batch import batch_signature as batch_signature
 from .batch import flatten_batch as flatten_batch
 from .batch import is_plain as is_plain
 from .batch import varying_leaves as varying_leaves
+from .context import warn_user as warn_user
 from .forward_backward import CapturedStep as CapturedStep
 from .forward_backward import capture_forward_backward as capture_forward_backward
 from .module_tensors import MODULE_INTERNALS as MODULE_INTERNALS

@@ -7,14 +7,14 @@ import gc
 import random
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import CaptureError, StepGraphWarning
+from ..errors import CaptureError
+from .context import warn_user
 
 CAPTURE_LOCK = threading.RLock()  # a capture replaces functions of torch for its time
 
@@ -44,7 +44,7 @@ def random_state_kept(notes: list[str]) -> Iterator[None]:
         if drawn:
             note = f"the step draws from {' and '.join(drawn)}: what it drew at capture is a constant of the graph"
             notes.append(note)
-            warnings.warn(StepGraphWarning(note + ". Draw with torch, or put the number into the batch."), stacklevel=2)
+            warn_user(note + ". Draw with torch, or put the number into the batch.")
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(numpy_state)

@@ -7,12 +7,15 @@ import functools
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from ..errors import StepGraphWarning
 from ..graph import Phase
 from ..torch_compat import autograd_sequence_number, sequence_number_of, traced_node
 
@@ -132,6 +135,15 @@ def user_source_line() -> str | None:
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def warn_user(text: str) -> None:
+    """Warns with the innermost line that belongs neither to torch nor to stepgraph."""
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and is_internal_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(StepGraphWarning(text), stacklevel=level)
 
 
 @functools.cache

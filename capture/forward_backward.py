@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..device import autocast_off
-from ..errors import CaptureError, StepGraphWarning
+from ..errors import CaptureError
 from ..graph import (
     InputRole,
     InputSpec,
@@ -34,7 +33,7 @@ from .ambient import (
     refused_calls,
 )
 from .batch import FlatBatch, LossCall, is_plain
-from .context import TraceContext
+from .context import TraceContext, warn_user
 from .failures import capture_error
 from .gradients import own_gradients
 from .known_values import SYMBOLS, libraries_told
@@ -325,7 +324,7 @@ class _Trace:
                 "and does not change them. Keep what later steps read in a buffer."
             )
             self.notes.append(note)
-            warnings.warn(StepGraphWarning(note), stacklevel=2)
+            warn_user(note)
 
     def _region_notes(self, step_graph: StepGraph) -> list[str]:
         """What differs from eager in checkpointed regions, and that their values are kept for now."""
@@ -351,7 +350,7 @@ class _Trace:
                     "recompute would draw others than forward did; here they are drawn once"
                 )
                 notes.append(note)
-                warnings.warn(StepGraphWarning(note), stacklevel=2)
+                warn_user(note)
         return list(dict.fromkeys(notes))
 
     def check_nothing_leaked(self) -> None:

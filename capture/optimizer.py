@@ -12,7 +12,7 @@ import contextlib
 import copy
 import numbers
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,17 +149,23 @@ class UpdateTargets:
 
 
 def update_targets(
-    step: CapturedStep, masters: dict[str, Tensor] | None = None, swapped: Swap = contextlib.nullcontext
+    step: CapturedStep,
+    masters: dict[str, Tensor] | None = None,
+    swapped: Swap = contextlib.nullcontext,
+    keys: Sequence[str] | None = None,
 ) -> UpdateTargets:
     """Those of an update that follows ``step``, with ``masters`` updated in the places of the parameters with these keys.
+
+    ``keys``: the parameters that have a gradient, where these are others than ``step`` has.
 
     The gradients are the step's own fake tensors, so that both graphs agree on which values share memory; a master's is of its
     dtype.
     """
     mode = step.graph.fake_mode
     fake_masters = {key: mode.from_tensor(master, static_shapes=True) for key, master in (masters or {}).items()}
-    grads = {key: node.meta["val"] for key, node in step.graph.output_nodes(OutputRole.GRAD).items()}
-    with mode:
+    found = {key: node.meta["val"] for key, node in step.graph.output_nodes(OutputRole.GRAD).items()}
+    with mode, torch.no_grad():
+        grads = {key: found[key] if key in found else torch.empty_like(step.fakes[key]) for key in keys or found}
         for key in grads.keys() & fake_masters.keys():
             grad, dtype = grads[key], fake_masters[key].dtype
             grads[key] = torch.empty_strided(grad.shape, grad.stride(), dtype=dtype, device=grad.device)

@@ -8,7 +8,6 @@ updates BatchNorm a second time in recompute), and its nodes carry its number.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
-from ..errors import CaptureError, StepGraphWarning
+from ..errors import CaptureError
 from ..torch_compat import checkpoint_replaced
-from .context import TraceContext, user_source_line
+from .context import TraceContext, user_source_line, warn_user
 from .module_tensors import ModuleState
 
 
@@ -74,12 +73,9 @@ class RegionRecorder:
         with self._region(reentrant=True, preserve_rng_state=preserve_rng_state, context_fn=None):
             if any(isinstance(a, Tensor) and a.requires_grad for a in args):
                 return run_function(*args)
-            warnings.warn(
-                StepGraphWarning(
-                    f"reentrant checkpoint at {self.regions[-1].source}: none of its inputs requires grad, so, as in eager, "
-                    "nothing inside gets a gradient. Use use_reentrant=False, or let an input require grad."
-                ),
-                stacklevel=2,
+            warn_user(
+                f"reentrant checkpoint at {self.regions[-1].source}: none of its inputs requires grad, so, as in eager, "
+                "nothing inside gets a gradient. Use use_reentrant=False, or let an input require grad."
             )
             with torch.no_grad():
                 return run_function(*args)

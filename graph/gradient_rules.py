@@ -25,8 +25,9 @@ def name_of(node: fx.Node) -> str:
 def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
     """What norm and update work on in place is shared with no other gradient, input or output."""
     owners: dict[int, fx.Node] = {}
-    for node in graph.placeholders:
-        owners.update(dict.fromkeys(storages_of(node), node))
+    for node, spec in zip(graph.placeholders, graph.inputs, strict=True):
+        if spec.role is not InputRole.ACCUMULATOR:  # which is there to become a gradient
+            owners.update(dict.fromkeys(storages_of(node), node))
     for role in (OutputRole.LOSS, OutputRole.AUX, OutputRole.BUFFER):
         for value in graph.output_nodes(role).values():
             if isinstance(value, fx.Node):
@@ -71,8 +72,8 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
                 if scalings[operand] or any(counts[operand] for counts in clamps.values()):
                     yield f"{name_of(operand)} is clipped before its norm is taken"
         family = family_of(node.target)
-        if _SCALE in origins[node]:
-            continue  # the rule below
+        if not origins[node].isdisjoint((_SCALE, _WEIGHTS)):
+            continue  # the rules below
         for operand in written_nodes(node):
             for key in set(storages_of(operand)):
                 if "clamp" in family:
@@ -99,11 +100,21 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
 def gradients_are_unscaled_once(graph: StepGraph) -> Iterator[str]:
     """Under a loss scale the backward starts from it, once, and each gradient is divided by it, once, before its norm."""
     scale = graph.input_nodes(InputRole.SCALER).get("scale")
-    starts = [] if scale is None else [n for n in scale.users if n.meta["phase"] is Phase.BACKWARD]
-    if scale is not None and len(starts) != 1:
-        yield f"the backward is multiplied {len(starts)} times by the loss scale"
-    norm = graph.output_of(OutputRole.NORM)
-    if norm is None:
+    has_backward = any(n.meta["phase"] is Phase.BACKWARD and n.meta["trace_index"] is not None for n in graph.calls)
+    if scale is not None and has_backward:
+        starts = [n for n in scale.users if n.meta["phase"] is Phase.BACKWARD]
+        if len(starts) != 1:
+            yield f"the backward is multiplied {len(starts)} times by the loss scale"
+    yield from _divided_once(graph, scale, _SCALE, "unscaled")
+
+
+def gradients_are_averaged_once(graph: StepGraph) -> Iterator[str]:
+    """The sums of a window are divided by the sum of its weights, once, before their norm, and in no other graph."""
+    yield from _divided_once(graph, graph.input_nodes(InputRole.WINDOW).get("weight_sum"), _WEIGHTS, "averaged")
+
+
+def _divided_once(graph: StepGraph, divisor: fx.Node | None, origin: str, done: str) -> Iterator[str]:
+    if graph.output_of(OutputRole.NORM) is None:
         return
     grads = gradients_of(graph)
     by_storage = {key: grad for grad in grads for key in storages_of(grad)}
@@ -114,27 +125,59 @@ def gradients_are_unscaled_once(graph: StepGraph) -> Iterator[str]:
         if node.meta["phase"] is not Phase.NORM:
             continue
         written = [by_storage[k] for o in written_nodes(node) for k in storages_of(o) if k in by_storage]
-        if _SCALE not in origins[node]:
+        if origin in origins[node]:
+            counts.update(written)
+            for grad in seen.intersection(written):
+                yield f"the gradient {name_of(grad)} is {done} after its norm is taken or it is clipped"
+        elif origins[node].isdisjoint((_SCALE, _WEIGHTS)):
             seen.update(written, nodes_in(node.args))
-            continue
-        counts.update(written)
-        for grad in seen.intersection(written):
-            yield f"the gradient {name_of(grad)} is unscaled after its norm is taken or it is clipped"
-    expected = int(scale is not None)
+    expected = int(divisor is not None)
     for grad in grads:
         if counts[grad] != expected:
-            yield f"the gradient {name_of(grad)} is unscaled {counts[grad]} times, not {expected}"
+            yield f"the gradient {name_of(grad)} is {done} {counts[grad]} times, not {expected}"
 
 
-_SCALE, _NORM = "loss scale", "norm"
+def accumulators_are_added_to_once(graph: StepGraph) -> Iterator[str]:
+    """What a window holds of a gradient gets one gradient added, or stays as it is, and becomes the gradient.
+
+    Norm and clip are for the average over the window, not for a micro-batch.
+    """
+    specs = zip(graph.placeholders, graph.inputs, strict=True)
+    accumulators = {key: n for n, s in specs if s.role is InputRole.ACCUMULATOR for key in storages_of(n)}
+    writes: Counter[fx.Node] = Counter()
+    gradients = {key for grad in gradients_of(graph) for key in storages_of(grad)}
+    is_average = "weight_sum" in graph.input_nodes(InputRole.WINDOW)
+    adds_only = graph.output_of(OutputRole.LOSS_SUM) is not None and not is_average
+    origins = _origins_of_factors(graph)
+    for node in graph.calls:
+        touched = [key for operand in node.all_input_nodes for key in storages_of(operand) if key in gradients]
+        if adds_only and touched and node.meta["phase"] is Phase.NORM and _SCALE not in origins[node]:
+            yield f"{name_of(node)} takes a norm or clips before the window is averaged"
+        if node.meta["phase"] not in CAPTURED_PHASES:
+            continue
+        for operand in written_nodes(node):
+            for accumulator in {accumulators[key] for key in storages_of(operand) if key in accumulators}:
+                writes[accumulator] += 1
+                if family_of(node.target) != "add_":
+                    yield f"{name_of(node)} writes the accumulator {accumulator.name}"
+    for key, accumulator in accumulators.items():
+        if writes[accumulator] > 1:
+            yield f"{writes[accumulator]} gradients are added to the accumulator {accumulator.name}"
+        if key not in gradients:
+            yield f"the accumulator {accumulator.name} becomes no gradient"
+
+
+_SCALE, _WEIGHTS, _NORM = "loss scale", "weights of the window", "norm"
 
 
 def _origins_of_factors(graph: StepGraph) -> dict[fx.Node, set[str]]:
-    """For each call of the norm phase, what the numbers in it derive from besides gradients: the loss scale, the norm."""
-    norm, scale = graph.output_of(OutputRole.NORM), graph.input_nodes(InputRole.SCALER).get("scale")
+    """For each call of the norm phase, what the numbers in it derive from besides gradients."""
+    norm = graph.output_of(OutputRole.NORM)
     origins: dict[fx.Node, set[str]] = defaultdict(set)
-    if scale is not None:
-        origins[scale] = {_SCALE}
+    for node in graph.input_nodes(InputRole.SCALER).values():
+        origins[node] = {_SCALE}
+    if (weights := graph.input_nodes(InputRole.WINDOW).get("weight_sum")) is not None:
+        origins[weights] = {_WEIGHTS}
     for node in graph.calls:
         if node.meta["phase"] is Phase.NORM:
             origins[node] = {_NORM} if node is norm else set().union(*(origins[n] for n in node.all_input_nodes))

@@ -35,6 +35,8 @@ class InputRole(str, enum.Enum):
     CONSTANT = "constant"
     SCALER = "scaler"  # the loss scale
     MASTER = "master"  # float32 copy of a parameter held in 16 bit
+    ACCUMULATOR = "accumulator"  # gradient of a parameter, summed over the micro-batches before
+    WINDOW = "window"  # a number of the accumulation window
     GRAD = "grad"  # only in an update graph, before it is joined to a step graph
 
     def __str__(self) -> str:
@@ -50,6 +52,7 @@ class OutputRole(str, enum.Enum):
     NORM = "norm"
     CLIP_FACTOR = "clip_factor"
     NONFINITE = "nonfinite"
+    LOSS_SUM = "loss_sum"  # weighted sum of the losses of the window so far
     BUFFER = "buffer"  # the tensor that forward bound to a buffer or attribute, to be bound by the runtime
     STATE = "state"  # optimizer state that the step created, to be stored by the runtime
 
@@ -63,8 +66,9 @@ class InputSpec:
 
     Attributes:
         role: what it stands for.
-        key: FQN for parameters, their masters and buffers, ``FQN/name`` for optimizer state, the pytree path for batch leaves,
-            ``group.I.name`` for hyperparameters, ``scale`` for the loss scale.
+        key: FQN for parameters, their masters and accumulators, and buffers, ``FQN/name`` for optimizer state, the pytree
+            path for batch leaves, ``group.I.name`` for hyperparameters, ``scale`` for the loss scale, ``loss_sum``,
+            ``weight`` and ``weight_sum`` for the window.
         aliases: the further names of a tied parameter or buffer.
     """
 

@@ -19,7 +19,9 @@ from ..torch_compat import free_unbacked_symbols
 from .effects import effects_of, picks_indices, written_nodes
 from .gradient_rules import (
     CAPTURED_PHASES,
+    accumulators_are_added_to_once,
     gate_guards_the_update,
+    gradients_are_averaged_once,
     gradients_are_unscaled_once,
     gradients_of,
     gradients_own_their_memory,
@@ -172,7 +174,8 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
 def writes_are_captured(graph: StepGraph) -> Iterator[str]:
     """Only captured calls write what was captured; passes write what they made themselves, and scale gradients in norm.
 
-    Hyperparameters, constants and the loss scale are never written. An update may round a master into a parameter.
+    Hyperparameters, constants and the loss scale are never written. An update may round a master into its parameter.
+    What a window sums has rules of its own.
     """
     specs = dict(zip(graph.placeholders, graph.inputs, strict=True))
     owner: dict[int, fx.Node] = {}
@@ -190,6 +193,8 @@ def writes_are_captured(graph: StepGraph) -> Iterator[str]:
             elif (
                 node.meta["trace_index"] is not None
                 or (key in grads and node.meta["phase"] is Phase.NORM)
+                or role is InputRole.ACCUMULATOR
+                or (role is InputRole.WINDOW and specs[made_by].key == "loss_sum")
                 or _takes_over_master(node, specs)
             ):
                 continue
@@ -251,7 +256,9 @@ RULES: tuple[Rule, ...] = (
     reads_see_the_same_writes,
     writes_are_captured,
     gradients_own_their_memory,
+    accumulators_are_added_to_once,
     gradients_are_unscaled_once,
+    gradients_are_averaged_once,
     gradients_pass_norm_and_clip_once,
     gate_guards_the_update,
 )

@@ -1,8 +1,12 @@
 """Floor 3: rewrites of the step graph, one file a pass."""
 
+from .accumulate import Accumulate as Accumulate
+from .accumulate import accumulator_dtype as accumulator_dtype
+from .accumulate import flush_graph as flush_graph
 from .base import Pass as Pass
 from .base import PassResult as PassResult
 from .pipeline import PASSES as PASSES
 from .pipeline import PassRecord as PassRecord
+from .pipeline import backward_passes as backward_passes
 from .pipeline import run_passes as run_passes
 from .pipeline import training_passes as training_passes

@@ -31,9 +31,7 @@ class ScaleLoss(Pass):
     def run(self, graph: StepGraph) -> PassResult:
         seed = _seed_of(graph)
         value = seed.meta["val"]
-        with graph.fake_mode:
-            fake = torch.empty((), dtype=torch.float32, device=value.device)
-        scale = graph.add_input(InputSpec(InputRole.SCALER, "scale"), fake, "loss_scale")
+        scale = add_scale_input(graph, value.device)
         with graph.graph.inserting_after(seed):
             scaled = graph.add_call(aten.mul.Tensor, (seed, scale), module="loss_scale", phase=Phase.BACKWARD)
         if scaled.meta["val"].dtype is not value.dtype:
@@ -46,6 +44,13 @@ class ScaleLoss(Pass):
         for reader in readers:
             reader.replace_input_with(seed, scaled)
         return PassResult(True, intended={"losses": 1}, touched={"losses": int(bool(readers))})
+
+
+def add_scale_input(graph: StepGraph, device: torch.device) -> fx.Node:
+    """The loss scale as an input, 0-dim float32."""
+    with graph.fake_mode:
+        fake = torch.empty((), dtype=torch.float32, device=device)
+    return graph.add_input(InputSpec(InputRole.SCALER, "scale"), fake, "loss_scale")
 
 
 def _seed_of(graph: StepGraph) -> fx.Node:

@@ -12,6 +12,8 @@ from ..errors import ConfigError, VerificationError
 from ..graph import OutputRole, Phase, StepGraph
 from ..graph.verifier import PhaseCalls, calls_by_phase, verify
 from ..knobs import disabled_passes, dump_folder, verify_level
+from .accumulate import Accumulate
+from .average import Average
 from .base import Pass, PassResult
 from .clean import Clean
 from .clip import Clip
@@ -25,18 +27,21 @@ from .unscale import Unscale
 from .update import Update
 
 _ALL: tuple[type[Pass], ...] = (
-    ScaleLoss,
-    Clean,
-    Fp32Gradients,
-    Unscale,
-    GradNorm,
-    Clip,
-    ClipValue,
-    Skip,
-    Update,
-    HostScalars,
-)
+    ScaleLoss, Clean, Fp32Gradients, Accumulate, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update, HostScalars,
+)  # fmt: skip
 PASSES: dict[str, type[Pass]] = {p.name: p for p in _ALL}
+
+
+def backward_passes(
+    *, scales_loss: bool = False, masters: frozenset[str] = frozenset(), accumulate: Accumulate | None = None
+) -> list[Pass]:
+    """The passes up to the gradients, in order; all there are for a micro-batch that is not the last of its window."""
+    passes: list[Pass] = [ScaleLoss(), Clean()] if scales_loss else [Clean()]
+    if masters:
+        passes.append(Fp32Gradients(keys=masters))
+    if accumulate is not None:
+        passes.append(accumulate)
+    return passes
 
 
 def training_passes(
@@ -49,17 +54,24 @@ def training_passes(
     error_if_nonfinite: bool = False,
     scales_loss: bool = False,
     masters: frozenset[str] = frozenset(),
+    accumulate: Accumulate | None = None,
+    has_backward: bool = True,
     for_compiler: bool = False,
 ) -> list[Pass]:
     """The passes of a training step, in order.
 
-    ``for_compiler`` is the fast tier: clip and update in a form that a compiler can fuse, rounded differently.
+    ``accumulate`` sums over a window of micro-batches; None where each batch is an update. Without
+    ``has_backward``, the gradients are those of the window alone (:func:`flush_graph`). ``for_compiler`` is the fast tier:
+    clip and update in a form that a compiler can fuse, rounded differently.
     """
-    passes: list[Pass] = [ScaleLoss(), Clean()] if scales_loss else [Clean()]
-    if masters:
-        passes.append(Fp32Gradients(keys=masters))
+    if has_backward:
+        passes = backward_passes(scales_loss=scales_loss, masters=masters, accumulate=accumulate)
+    else:
+        passes = [accumulate] if accumulate is not None else []
     if scales_loss:
         passes.append(Unscale(separate=for_compiler))
+    if accumulate is not None:
+        passes.append(Average(separate=for_compiler))
     passes.append(GradNorm(norm_type=norm_type))
     if max_norm:
         passes.append(Clip(max_norm=float(max_norm), separate=for_compiler))

@@ -30,7 +30,8 @@ class Skip(Pass):
     norm_decides: bool = False
 
     def run(self, graph: StepGraph) -> PassResult:
-        loss, norm = graph.output_of(OutputRole.LOSS), graph.output_of(OutputRole.NORM)
+        loss_sum, norm = graph.output_of(OutputRole.LOSS_SUM), graph.output_of(OutputRole.NORM)
+        loss = graph.output_of(OutputRole.LOSS) if loss_sum is None else loss_sum  # one bad loss makes the sum bad
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
         after_norm = itertools.dropwhile(lambda n: n is not norm, graph.calls)
         scalings = (n for n in after_norm if n.meta["phase"] is Phase.NORM and effects_of(n).writes)

@@ -10,6 +10,7 @@ import torch
 from ..graph import InputRole, OutputRole, Phase, StepGraph
 from .base import Pass, PassResult
 from .grad_norm import add_norm_call, grad_groups
+from .loss_scale import add_scale_input
 
 aten = torch.ops.aten
 
@@ -31,7 +32,9 @@ class Unscale(Pass):
 
     def run(self, graph: StepGraph) -> PassResult:
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
-        scale = graph.input_nodes(InputRole.SCALER)["scale"]
+        scale = graph.input_nodes(InputRole.SCALER).get("scale")
+        if scale is None:  # the gradients come from a window: its backwards started from the scale
+            scale = add_scale_input(graph, grads[0].meta["val"].device)
         touched = 0
         with graph.graph.inserting_before(graph.output_node):
             precise = add_norm_call(graph, aten._to_copy.default, (scale,), {"dtype": torch.float64})

@@ -2,10 +2,12 @@
 
 from .attributes import AttributeWatch as AttributeWatch
 from .binding import Binding as Binding
+from .captures import Captures as Captures
 from .clipping import clip_grad_norm_ as clip_grad_norm_
 from .clipping import clip_grad_value_ as clip_grad_value_
 from .clipping import register_clipping as register_clipping
 from .compiled import CompiledBatch as CompiledBatch
+from .compiled import Program as Program
 from .compiled import Variant as Variant
 from .executor import Executor as Executor
 from .executor import first_run_error as first_run_error
@@ -15,7 +17,7 @@ from .inductor import lowered as lowered
 from .loss_scale import LossScale as LossScale
 from .loss_scale import Scaler as Scaler
 from .masters import Masters as Masters
-from .masters import refuse_fp16_parameters as refuse_fp16_parameters
+from .masters import refuse_16_bit_parameters as refuse_16_bit_parameters
 from .nonfinite import NonfiniteReport as NonfiniteReport
 from .nonfinite import first_nonfinite as first_nonfinite
 from .options import AUTOCAST_DTYPES as AUTOCAST_DTYPES
@@ -29,5 +31,10 @@ from .result import StepResult as StepResult
 from .result import describe_nonfinite as describe_nonfinite
 from .rollback import restored_on_error as restored_on_error
 from .state import StepState as StepState
+from .tally import Tally as Tally
 from .verify import VerifyReport as VerifyReport
 from .verify import verify_step as verify_step
+from .window import Part as Part
+from .window import Window as Window
+from .window import check_weight as check_weight
+from .window import warn_of_batch_norm as warn_of_batch_norm

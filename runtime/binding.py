@@ -32,6 +32,8 @@ class Binding:
         self._states: list[tuple[int, Tensor, str]] = []
         self._batch: list[tuple[int, str]] = []
         self._hypers: list[_Hyper] = []
+        self._accumulators: list[tuple[int, str]] = []
+        self._window = state.window
         self._state_version = -1
         for position, spec in enumerate(graph.inputs):
             self._fixed.append(None)
@@ -48,6 +50,8 @@ class Binding:
                 self._batch.append((position, spec.key))
             elif spec.role is InputRole.HYPER:
                 self._hypers.append(_Hyper(position, spec.key))
+            elif spec.role is InputRole.ACCUMULATOR:
+                self._accumulators.append((position, spec.key))
             elif (own := state.tensor(spec)) is not None:
                 self._fixed[position] = own
             else:
@@ -76,6 +80,8 @@ class Binding:
             values[position] = held.current()
         for (position, _), tensor in zip(self._batch, batch_tensors, strict=True):
             values[position] = tensor
+        for position, key in self._accumulators:
+            values[position] = self._window.gradients[key]  # type: ignore[union-attr]
         groups = self._optimizer.param_groups
         for hyper in self._hypers:
             values[hyper.position] = hyper.tensor(groups)

@@ -20,7 +20,7 @@ from ..capture import (
 )
 from ..device import compiles_updates
 from ..graph import OutputRole, StepGraph
-from ..passes import PassRecord, run_passes, training_passes
+from ..passes import Accumulate, PassRecord, backward_passes, flush_graph, run_passes, training_passes
 from ..torch_compat import pytree
 from .binding import Binding
 from .executor import Executor
@@ -28,23 +28,17 @@ from .guards import OptimizerGuard
 from .inductor import CompiledRegions, lowered
 from .options import StepOptions
 from .state import StepState
+from .window import Part
 
 
 @dataclass
-class Variant:
-    """The whole step, update included, for one form of the update.
+class Program:
+    """A rewritten graph that can run."""
 
-    Attributes:
-        may_round: whether it is rounded otherwise than eager.
-    """
-
-    update: CapturedUpdate
     graph: StepGraph
     records: list[PassRecord]
-    guard: OptimizerGuard
     binding: Binding
     executor: Executor
-    may_round: bool = False
     outputs: dict[OutputRole, list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,13 +47,38 @@ class Variant:
             self.outputs[spec.role].append(position)
 
     def inputs(self, batch_tensors: list[Tensor]) -> list[Any]:
-        """The graph's inputs, for an optimizer that the variant's guard has matched."""
-        return self.binding.inputs(batch_tensors, self.guard.state_version)
+        """The graph's inputs."""
+        return self.binding.inputs(batch_tensors, 0)
 
     def first(self, role: OutputRole, values: list[Any]) -> Any:
         """The only output of ``role`` among ``values``, or None."""
         positions = self.outputs[role]
         return values[positions[0]] if positions else None
+
+    def gradients(self, values: list[Any]) -> dict[str, Tensor | None]:
+        """The gradients among ``values``, by parameter key."""
+        return {self.graph.outputs[i].key: values[i] for i in self.outputs[OutputRole.GRAD]}
+
+
+@dataclass
+class Variant(Program):
+    """The whole step, update included, for one form of the update and one part of the window.
+
+    Attributes:
+        grad_keys: the parameters that it updates, in the order in which a code for non-finite values counts them.
+        may_round: whether it is rounded otherwise than eager.
+        part: of the window; None where each batch is an update.
+    """
+
+    update: CapturedUpdate
+    guard: OptimizerGuard
+    grad_keys: list[str]
+    may_round: bool = False
+    part: Part | None = None
+
+    def inputs(self, batch_tensors: list[Tensor]) -> list[Any]:
+        """The graph's inputs, for an optimizer that the variant's guard has matched."""
+        return self.binding.inputs(batch_tensors, self.guard.state_version)
 
 
 class CompiledBatch:
@@ -78,6 +97,7 @@ class CompiledBatch:
         self.batch = batch.describe()
         self.batch_positions = batch.tensor_positions
         self.variants: list[Variant] = []
+        self.micros: dict[Part | None, Program] = {}
         self.capture_seconds = 0.0
         self.has_run = False
         self._tensors = tensors
@@ -88,37 +108,49 @@ class CompiledBatch:
         self._regions: CompiledRegions = {}
         self._device = next(iter(self._params.values())).device
 
-    def variant(self) -> Variant:
-        """The variant that fits the optimizer as it is now."""
+    def variant(self, part: Part | None = None) -> Variant:
+        """The variant that fits this part of the window and the optimizer as it is now."""
         for position, variant in enumerate(self.variants):
-            if variant.guard.matches():
+            if variant.part == part and variant.guard.matches():
                 if position:
                     self.variants.insert(0, self.variants.pop(position))
                 return variant
-        self.variants.insert(0, self._build())
+        self.variants.insert(0, self._build(part))
         return self.variants[0]
 
-    def inputs(self, variant: Variant, batch: FlatBatch) -> list[Any]:
-        """The values of the variant's inputs, in order, for a batch of this signature."""
-        return variant.inputs([batch.leaves[i] for i in self.batch_positions])
+    def program(self, part: Part | None, *, is_micro: bool) -> Program:
+        """The whole step, or a micro-batch that is not the last of its window."""
+        return self.micro(part) if is_micro else self.variant(part)
 
-    def aux_of(self, variant: Variant, outputs: list[Any]) -> Any:
+    def micro(self, part: Part | None) -> Program:
+        """The program of a micro-batch that is not the last of its window; None is one that is left out of it."""
+        if part not in self.micros:
+            self.micros[part] = self._build_micro(part)
+        return self.micros[part]
+
+    def inputs(self, program: Program, batch: FlatBatch) -> list[Any]:
+        """The values of the program's inputs, in order, for a batch of this signature."""
+        return program.inputs([batch.leaves[i] for i in self.batch_positions])
+
+    def aux_of(self, program: Program, outputs: list[Any]) -> Any:
         """What ``loss_fn`` returned beside the loss, put together from the outputs and the constants of the capture."""
-        leaves = [outputs[i] for i in variant.outputs[OutputRole.AUX]]
+        leaves = [outputs[i] for i in program.outputs[OutputRole.AUX]]
         for position, value in sorted(self.step.aux_constants.items()):
             leaves.insert(position, value)
         return pytree.tree_unflatten(leaves, self.step.aux_spec)
 
-    def _build(self) -> Variant:
+    def _build(self, part: Part | None) -> Variant:
         options = self._options
         compiles_update = options.is_fast and compiles_updates(self._device)
+        keys = self._keys(part)
         with garbage_collection_paused():
-            masters = self.state.masters.of(self.step.grad_keys)
+            masters = self.state.masters.of(keys)
             self.state.masters.check_state(self._optimizer)
             swapped = functools.partial(self.state.masters.in_optimizer, self._optimizer)
-            targets = update_targets(self.step, masters, swapped)
+            targets = update_targets(self.step, masters, swapped, keys)
             update = capture_update(self._optimizer, self._params, targets, tensor_by_tensor=compiles_update)
-            graph = self.step.graph.copy()
+            has_backward = part is None or part.has_batch
+            graph = self.step.graph.copy() if has_backward else flush_graph(self.step.graph)
             passes = training_passes(
                 max_norm=options.max_norm,
                 norm_type=options.norm_type,
@@ -126,22 +158,47 @@ class CompiledBatch:
                 error_if_nonfinite=options.error_if_nonfinite,
                 scales_loss=options.loss_scale is not None,
                 masters=frozenset(masters),
+                accumulate=self._accumulate(part),
+                has_backward=has_backward,
                 nonfinite=options.nonfinite,
                 update=update.graph,
                 for_compiler=compiles_update,
             )
             records = run_passes(graph, passes)
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
-        trained: dict[str, Tensor] = {key: self._params[key] for key in self.step.grad_keys}
+        trained: dict[str, Tensor] = {key: self._params[key] for key in keys}
         program = graph
         if options.uses_inductor:
             program = lowered(graph, self._regions, compiles_update=compiles_update and not runs_once)
         return Variant(
-            update,
             graph,
             records,
-            OptimizerGuard(update, self._optimizer, trained),
             Binding(graph, self._tensors, self._optimizer, self.state),
             Executor(program),
+            update,
+            OptimizerGuard(update, self._optimizer, trained),
+            keys,
             options.is_fast or options.uses_inductor,
+            part,
         )
+
+    def _build_micro(self, part: Part | None) -> Program:
+        masters = frozenset(self.state.masters.of(self._keys(part)))
+        with garbage_collection_paused():
+            graph = self.step.graph.copy()
+            passes = backward_passes(
+                scales_loss=self._options.loss_scale is not None, masters=masters, accumulate=self._accumulate(part)
+            )
+            records = run_passes(graph, passes)
+        program = lowered(graph, self._regions, compiles_update=False) if self._options.uses_inductor else graph
+        return Program(graph, records, Binding(graph, self._tensors, self._optimizer, self.state), Executor(program))
+
+    def _accumulate(self, part: Part | None) -> Accumulate | None:
+        return None if part is None else Accumulate(tuple(self._keys(part)), part.held, part.weighted)
+
+    def _keys(self, part: Part | None) -> list[str]:
+        """Parameters that have a gradient after this part of the window, in the model's order."""
+        if part is None:
+            return self.step.grad_keys
+        own = set(self.step.grad_keys) if part.has_batch else set()
+        return [key for key in self._params if key in part.held or key in own]

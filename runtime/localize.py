@@ -97,6 +97,29 @@ class Subject:
         """The graph's inputs, with a copy of the batch."""
         return self.compiled.inputs(self.variant, flatten_batch(self.batch.copied()))
 
+    def captured_inputs(self) -> list[Any]:
+        """The inputs of forward and backward as they were captured, with a copy of the batch."""
+        program = self.compiled.micro(None)
+        values = self.compiled.inputs(program, flatten_batch(self.batch.copied()))
+        by_spec = dict(zip(program.graph.inputs, values, strict=True))
+        return [by_spec[spec] for spec in self.compiled.step.graph.inputs]
+
+    def run_graph(self) -> list[Any]:
+        """The graph's outputs; under accumulation those of the last of a window of equal micro-batches."""
+        window = self.compiled.state.window
+        if window is None:
+            return self.variant.executor(self.inputs())
+        for _ in range(window.size - 1):
+            window.expect(1.0)
+            program = self.compiled.micro(window.part(weighted=False))
+            outputs = program.executor(self.compiled.inputs(program, flatten_batch(self.batch.copied())))
+            program.binding.store(outputs)
+            window.take(None, program.gradients(outputs))
+        window.expect(1.0)
+        outputs = self.variant.executor(self.inputs())
+        window.clear()
+        return outputs
+
     def trained(self) -> list[Tensor]:
         """The model's parameters that the optimizer holds and that require grad, in the model's order."""
         held = self._held()
@@ -115,17 +138,21 @@ class Subject:
 def run_eager(subject: Subject) -> tuple[Tensor, Any, Tensor]:
     """The plain loop: backward, norm, clip, step. Returns loss, aux and norm."""
     once = subject.compiled.step.region_writes  # eager's recompute would write a second time
+    masters, scaler = subject.compiled.state.masters, _scaler_like(subject.compiled.state.scaler)
+    size = subject.options.accumulate
     with regions_run_once(subject.model) if once else contextlib.nullcontext():
-        loss, aux = subject.call(subject.model, subject.batch.copied())
-        scaler = _scaler_like(subject.compiled.state.scaler)
-        with autocast_off():
-            scaler.scale(loss).backward()
+        for _ in range(size):
+            loss, aux = subject.call(subject.model, subject.batch.copied())
+            with autocast_off():
+                scaler.scale(loss).backward()
+                masters.take_gradients()
     with autocast_off():
         _own_gradients(subject.trained())
-        masters = subject.compiled.state.masters
-        masters.take_gradients()
         with masters.in_optimizer(subject.optimizer):
             scaler.unscale_(subject.optimizer)
+            for param in subject.updated():
+                if size > 1 and param.grad is not None:
+                    param.grad.div_(size)
             norm = _clip(subject)
             subject.optimizer.step()
         masters.give_values()
@@ -160,16 +187,22 @@ def _clip(subject: Subject) -> Tensor:
 
 
 def first_difference(subject: Subject) -> tuple[str | None, str]:
-    """Key of the first differing node, and what eager does in its place. (None, reason) where no node can be named."""
+    """Key of the first differing node, and what eager does in its place. (None, reason) where no node can be named.
+
+    Under accumulation only forward and backward of one micro-batch are looked at.
+    """
     with rolled_back(subject.model, subject.optimizer, subject.compiled.state.tensors):
         captured, clipped, updated = _record_eager(subject)
     compiled, variant = subject.compiled, subject.variant
+    is_window = compiled.state.window is not None
+    graph = compiled.step.graph if is_window else variant.graph
     expected = _expected(compiled.step.graph, captured, (Phase.FORWARD, Phase.BACKWARD))
-    if not variant.may_round:
+    if not variant.may_round and not is_window:
         expected |= _expected(variant.graph, clipped, (Phase.NORM,))
         expected |= _expected(variant.update.graph, updated, (Phase.UPDATE,))
     with rolled_back(subject.model, subject.optimizer, subject.compiled.state.tensors):
-        for node, values in run_nodes(variant.graph, subject.inputs()):
+        inputs = subject.captured_inputs() if is_window else subject.inputs()
+        for node, values in run_nodes(graph, inputs):
             eager_call = expected.get(node.meta["key"].name)
             if eager_call is None or eager_call.digest is None:
                 continue
@@ -178,6 +211,11 @@ def first_difference(subject: Subject) -> tuple[str | None, str]:
             if value in (None, eager_call.digest):
                 continue
             return str(node.meta["key"]), _describe(node, eager_call)
+    if is_window:
+        return (
+            None,
+            "every node of a micro-batch that eager has too agrees; what differs is the window, norm, clip or update",
+        )
     if variant.may_round:
         return None, (
             "the graph's forward and backward agree with eager node by node; what differs is clip, update, or compiled code, "
@@ -201,7 +239,8 @@ def _describe(node: fx.Node, eager_call: _Call) -> str:
 
 def _record_eager(subject: Subject) -> tuple[list[_Call], list[_Call], list[_Call]]:
     trained = subject.trained()
-    scaler = _scaler_like(subject.compiled.state.scaler)
+    is_window = subject.compiled.state.window is not None
+    scaler = _scaler_like(None if is_window else subject.compiled.state.scaler)
     with regions_run_once(subject.model), _Recorder() as forward_backward:
         loss, _ = subject.call(subject.model, subject.batch.copied())
         with autocast_off():

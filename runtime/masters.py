@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..capture import HeldTensor
 from ..errors import ConfigError
+from .options import StepOptions
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -93,10 +94,12 @@ class Masters:
                 group["params"] = members
 
     def take_gradients(self) -> None:
-        """Gives each master the gradient of its parameter, in float32; without one, none."""
+        """Adds the gradient of each parameter to that of its master, in float32, and takes it away."""
         for key, master in self.tensors.items():
-            grad = self._params[key].grad
-            master.grad = None if grad is None else grad.float()
+            param = self._params[key]
+            if param.grad is not None:
+                master.grad = param.grad.float() if master.grad is None else master.grad.add_(param.grad)
+                param.grad = None
 
     def give_values(self) -> None:
         """Rounds each master into its parameter, and takes its gradient away."""
@@ -106,18 +109,22 @@ class Masters:
                 master.grad = None
 
 
-def refuse_fp16_parameters(params: list[HeldTensor]) -> None:
-    """For a loss scale without masters.
+def refuse_16_bit_parameters(params: list[HeldTensor], options: StepOptions) -> None:
+    """For steps without masters.
 
     Raises:
-        ConfigError: a parameter is held in float16.
+        ConfigError: gradients in the parameters' 16-bit dtype would lose what the options ask for.
     """
-    held = [h.key for h in params if h.tensor.dtype is torch.float16]
+    halves = (torch.float16,) if options.accumulate == 1 else HALF_DTYPES
+    if options.accumulate == 1 and options.loss_scale is None:
+        return
+    held = [h.key for h in params if h.tensor.dtype in halves]
     if held:
+        lost = "what the loss scale is for" if options.accumulate == 1 else "most of what micro-batches add"
         raise ConfigError(
-            f"parameters are held in float16 ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}), so their gradients are "
-            "too, and to divide those by the loss scale would lose what it is for. Pass master_weights=True, which makes "
-            "float32 gradients of them, or keep the model in float32, which autocast casts."
+            f"parameters are held in 16 bit ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}), so their gradients are "
+            f"too, and would lose {lost}. Pass master_weights=True, which makes float32 gradients of them, or keep the model "
+            "in float32, which autocast casts."
         )
 
 

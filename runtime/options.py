@@ -23,6 +23,7 @@ class StepOptions:
         loss_scale: how losses are scaled: dynamically, by a fixed number, or not at all.
         skips_before_warning: how many updates in a row are skipped before a warning; None is never.
         skips_before_error: and before :class:`NonFiniteError`.
+        accumulate: micro-batches of an update.
         is_fast: the fast tier.
     """
 
@@ -34,6 +35,7 @@ class StepOptions:
     loss_scale: LossScale | float | None = None
     skips_before_warning: int | None = 20
     skips_before_error: int | None = 100
+    accumulate: int = 1
     is_fast: bool = False
     uses_inductor: bool = False
 
@@ -49,6 +51,7 @@ def checked_options(
     nonfinite: str,
     skips_before_warning: Any,
     skips_before_error: Any,
+    accumulate: Any,
     numerics: str,
     lowering: str,
 ) -> StepOptions:
@@ -73,6 +76,8 @@ def checked_options(
     for name, count in (("skips_before_warning", skips_before_warning), ("skips_before_error", skips_before_error)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ConfigError(f"{name} must be a whole number of updates, 1 or more, or None, got {count!r}")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate must be a whole number of micro-batches, 1 or more, got {accumulate!r}")
     return StepOptions(
         max_norm=float(max_norm) if max_norm else None,
         norm_type=float(norm_type),
@@ -82,6 +87,7 @@ def checked_options(
         loss_scale=_checked_loss_scale(precision, loss_scale, nonfinite),
         skips_before_warning=skips_before_warning,
         skips_before_error=skips_before_error,
+        accumulate=accumulate,
         is_fast=numerics == "fast",
         uses_inductor=lowering == "inductor" or (lowering == "auto" and numerics == "fast"),
     )

@@ -14,6 +14,9 @@ from .masters import HALF_DTYPES
 
 def describe_compiled(number: int, compiled: CompiledBatch) -> Iterator[str]:
     """Lines about a capture and the variant of it that ran last."""
+    if not compiled.variants:
+        yield f"capture {number}: {', '.join(compiled.batch)} ({compiled.capture_seconds:.1f} s), no update yet"
+        return
     variant = compiled.variants[0]
     counts = ", ".join(f"{n} {phase}" for phase, n in variant.graph.op_counts_by_phase().items())
     yield f"capture {number}: {', '.join(compiled.batch)} ({compiled.capture_seconds:.1f} s)"

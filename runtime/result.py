@@ -15,20 +15,22 @@ class StepResult:
     """Outcome of one training step.
 
     Attributes:
-        loss: 0-dim (or one element, as the model returned it), detached, on the parameters' device.
+        loss: 0-dim (or one element, as the model returned it), detached, on the parameters' device. From ``flush``, the
+            window's mean, or None where that has no weight.
         aux: what ``loss_fn`` returned beside the loss, detached; None where there is none.
-        grad_norm: 0-dim, the norm of all gradients before clipping, unscaled, in eager's dtype.
+        grad_norm: 0-dim, the norm of all gradients before clipping, unscaled, in eager's dtype. None from a micro-batch that is
+            not the last of its window.
         clip_factor: 0-dim in [0, 1], what the gradients were multiplied by; None without clipping.
         skipped: whether the update was left out because something was not finite.
         skip_reason: what was not finite, or None.
         loss_scale: the loss scale after this step, which the next one uses; None where losses are not scaled.
         applied: whether this call changed the weights; gate a scheduler on it.
-        step: counts the calls, from 1.
+        step: counts updates, applied and skipped, from 1; a micro-batch has the number of the update that it is for.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     aux: Any
-    grad_norm: Tensor
+    grad_norm: Tensor | None
     clip_factor: Tensor | None
     skipped: bool
     skip_reason: str | None

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..graph import InputRole, InputSpec
 from .loss_scale import Scaler
 from .masters import Masters
+from .window import Window
 
 
 @dataclass
@@ -18,15 +19,17 @@ class StepState:
     Attributes:
         scaler: the loss scale; None where losses are not scaled.
         masters: float32 copies of parameters held in 16 bit.
+        window: what micro-batches have added up; None where each batch is an update.
     """
 
     scaler: Scaler | None = None
     masters: Masters = field(default_factory=lambda: Masters([]))
+    window: Window | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of it that a run of the graph changes."""
-        return list(self.masters.tensors.values())
+        return [*self.masters.tensors.values(), *(self.window.tensors if self.window is not None else ())]
 
     def tensor(self, spec: InputSpec) -> Tensor | None:
         """The tensor behind an input of the graph, the same at every call; None where ``spec`` is none of the step's own."""
@@ -34,4 +37,6 @@ class StepState:
             return self.scaler.scale
         if spec.role is InputRole.MASTER:
             return self.masters.tensors[spec.key]
+        if spec.role is InputRole.WINDOW and self.window is not None:
+            return self.window.numbers[spec.key]
         return None

@@ -87,7 +87,7 @@ def verify_step(
         eager = dict(_values(subject, *run_eager(subject)))
         grads = {name: _copied(param.grad) for name, param in named.items() if param.grad is not None}
     with rolled_back(model, optimizer, compiled.state.tensors):
-        outputs = variant.executor(subject.inputs())
+        outputs = subject.run_graph()
         graph = dict(_values(subject, *_results(subject, outputs)))
     skipped = _skip_reason(compiled, variant, outputs)
     if skipped:
@@ -123,7 +123,7 @@ def _skip_reason(compiled: CompiledBatch, variant: Variant, outputs: list[Any]) 
     code = variant.first(OutputRole.NONFINITE, outputs)
     if code is None or not int(code):
         return ""
-    reason, _ = describe_nonfinite(int(code), compiled.step.grad_keys, variant.first(OutputRole.LOSS, outputs))
+    reason, _ = describe_nonfinite(int(code), variant.grad_keys, variant.first(OutputRole.LOSS, outputs))
     return f"the update is skipped, since {reason}; eager's update was not compared"
 
 

@@ -21,7 +21,7 @@ from stepgraph.capture import (
     update_targets,
 )
 from stepgraph.graph import Phase, StepGraph, family_of
-from stepgraph.passes import run_passes, training_passes
+from stepgraph.passes import Accumulate, backward_passes, run_passes, training_passes
 from stepgraph.runtime import Binding, Executor, StepState
 
 from . import fixtures, oracle
@@ -41,6 +41,18 @@ class Subject(NamedTuple):
     def graph(self) -> StepGraph:
         """A fresh copy of the captured graph."""
         return self.step.graph.copy()
+
+    def micro(self) -> StepGraph:
+        """The graph of a micro-batch in the midst of a window, with a weight."""
+        graph = self.graph
+        keys = tuple(self.step.grad_keys)
+        run_passes(graph, backward_passes(accumulate=Accumulate(keys, frozenset(keys), weighted=True)))
+        return graph
+
+    def last_of_window(self) -> StepGraph:
+        """The graph of the last micro-batch of a window."""
+        keys = tuple(self.step.grad_keys)
+        return self.rewritten(max_norm=1.0, accumulate=Accumulate(keys, frozenset(keys)))
 
     def rewritten(self, max_norm: float | None = None, **options: Any) -> StepGraph:
         """The graph of the whole step, which skips its update where something is not finite."""

@@ -108,12 +108,14 @@ MODELS: dict[str, Callable[[], fixtures.Fixture]] = {
 
 
 class Graphs(NamedTuple):
-    """One step as captured, with clipping, without, and with clipping under a loss scale."""
+    """One step as captured, with clipping, without, with clipping under a loss scale, and in and at the end of a window."""
 
     captured: StepGraph
     clipped: StepGraph
     unclipped: StepGraph
     scaled: StepGraph
+    micro: StepGraph
+    last: StepGraph
 
 
 @functools.cache
@@ -127,7 +129,12 @@ def graphs_of(name: str) -> Graphs:
     optimizer.step()
     of = subject(fixture, optimizer)
     return Graphs(
-        of.step.graph, of.rewritten(max_norm=1.0), of.rewritten(), of.rewritten(max_norm=1.0, scales_loss=True)
+        of.step.graph,
+        of.rewritten(max_norm=1.0),
+        of.rewritten(),
+        of.rewritten(max_norm=1.0, scales_loss=True),
+        of.micro(),
+        of.last_of_window(),
     )
 
 

@@ -252,6 +252,81 @@ def loss_scaled_twice(graph: StepGraph) -> str:
     return "the backward is multiplied 2 times by the loss scale"
 
 
+# gradients_are_averaged_once
+
+
+@mutant("gradients_are_averaged_once", form="last")
+def average_gone(graph: StepGraph) -> str:
+    graph.graph.erase_node(call(graph, "_foreach_div_", Phase.NORM))
+    return f"the gradient {key_of(gradients(graph)[0])} is averaged 0 times, not 1"
+
+
+@mutant("gradients_are_averaged_once", form="last")
+def average_runs_twice(graph: StepGraph) -> str:
+    average = call(graph, "_foreach_div_", Phase.NORM)
+    repeat(graph, average, average, Phase.NORM)
+    return f"the gradient {key_of(gradients(graph)[0])} is averaged 2 times, not 1"
+
+
+@mutant("gradients_are_averaged_once", form="last")
+def average_misses_a_gradient(graph: StepGraph) -> str:
+    missed = gradients(graph)[1]
+    _edit_list(call(graph, "_foreach_div_", Phase.NORM), lambda grads: [g for g in grads if g is not missed])
+    return f"the gradient {key_of(missed)} is averaged 0 times, not 1"
+
+
+@mutant("gradients_are_averaged_once", form="last")
+def average_after_the_clip(graph: StepGraph) -> str:
+    call(graph, "_foreach_mul_", Phase.NORM).append(call(graph, "_foreach_div_", Phase.NORM))
+    return f"the gradient {key_of(gradients(graph)[0])} is averaged after its norm is taken or it is clipped"
+
+
+# accumulators_are_added_to_once
+
+
+@mutant("accumulators_are_added_to_once", form="micro")
+def gradient_added_twice(graph: StepGraph) -> str:
+    add = _accumulation(graph)
+    repeat(graph, add, add, Phase.BACKWARD)
+    return "2 gradients are added to the accumulator"
+
+
+@mutant("accumulators_are_added_to_once", form="micro")
+def accumulator_is_overwritten(graph: StepGraph) -> str:
+    add = _accumulation(graph)
+    copy = added(graph, add.next, Phase.BACKWARD, aten.copy_.default, *add.args)
+    add.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    graph.graph.erase_node(add)
+    return f"{key_of(copy)} writes the accumulator"
+
+
+@mutant("accumulators_are_added_to_once", form="micro")
+def gradient_not_added(graph: StepGraph) -> str:
+    add = _accumulation(graph)
+    held, grad = add.args
+    add.replace_all_uses_with(grad)  # type: ignore[arg-type]
+    graph.graph.erase_node(add)
+    return f"the accumulator {held.name} becomes no gradient"  # type: ignore[union-attr]
+
+
+@mutant("accumulators_are_added_to_once", form="micro")
+def clip_per_micro_batch(graph: StepGraph) -> str:
+    clip = added(graph, graph.output_node, Phase.NORM, aten._foreach_mul_.Scalar, captured_gradients(graph), 0.5)
+    return f"{key_of(clip)} takes a norm or clips before the window is averaged"
+
+
+@mutant("accumulators_are_added_to_once", form="micro")
+def norm_per_micro_batch(graph: StepGraph) -> str:
+    norm = added(graph, graph.output_node, Phase.NORM, aten._foreach_norm.Scalar, captured_gradients(graph), 2.0)
+    return f"{key_of(norm)} takes a norm or clips before the window is averaged"
+
+
+def _accumulation(graph: StepGraph) -> fx.Node:
+    """The call that adds the first gradient to its accumulator."""
+    accumulator = next(iter(graph.input_nodes(InputRole.ACCUMULATOR).values()))
+    return next(iter(accumulator.users))
+
+
 # gate_guards_the_update
 
 

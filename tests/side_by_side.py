@@ -32,7 +32,7 @@ def compare(
     eager_optimizer, graph_optimizer = make(eager_model), make(graph_model)
     steps = [n for n in oracle.CHECKPOINTS if n <= len(batches)]
     want = oracle.eager_steps(eager_model, eager_optimizer, loss_fn, batches, max_norm=max_norm, checkpoints=steps)
-    step = sg.compile_train_step(graph_model, graph_optimizer, loss_fn=loss_fn, max_norm=max_norm)
+    step = sg.compile_train_step(graph_model, graph_optimizer, loss_fn=loss_fn, max_norm=max_norm, master_weights=False)
     oracle.assert_bitwise(want, oracle.graph_steps(step, graph_model, graph_optimizer, batches, checkpoints=steps))
     return step
 
@@ -51,7 +51,9 @@ class SideBySide:
         self.eager, self.model = oracle.twin(build)
         self.eager_optimizer, self.optimizer = optimizer(self.eager), optimizer(self.model)
         self.loss_fn, self.max_norm = loss_fn, max_norm
-        self.step = sg.compile_train_step(self.model, self.optimizer, loss_fn=loss_fn, max_norm=max_norm)
+        self.step = sg.compile_train_step(
+            self.model, self.optimizer, loss_fn=loss_fn, max_norm=max_norm, master_weights=False
+        )
         self.count = 0
 
     def run(self, batch: Any, steps: int = 1) -> None:

@@ -36,7 +36,9 @@ def compare(
     batches = batches or fixtures.batches(make, 5, **options)
     eager_optimizer, graph_optimizer = build(trained(eager.model)), build(trained(graph.model))
     want = oracle.eager_steps(eager.model, eager_optimizer, eager.loss_fn, batches, max_norm=max_norm)
-    step = sg.compile_train_step(graph.model, graph_optimizer, loss_fn=graph.loss_fn, max_norm=max_norm)
+    step = sg.compile_train_step(
+        graph.model, graph_optimizer, loss_fn=graph.loss_fn, max_norm=max_norm, master_weights=False
+    )
     oracle.assert_bitwise(want, oracle.graph_steps(step, graph.model, graph_optimizer, batches))
     return want, step
 

@@ -121,7 +121,7 @@ def observe(graph: StepGraph, inputs: list[Any]) -> Observed:
 def _whole_step(model: nn.Module, batch: Any, loss_fn: fixtures.LossFn | None) -> tuple[StepGraph, list[Any]]:
     """The graph of a second step, whose optimizer state exists already, and inputs for it."""
     optimizer = oracle.OPTIMIZERS["adamw_fused"](model.parameters())
-    sg.compile_train_step(model, optimizer, loss_fn=loss_fn)(batch)
+    sg.compile_train_step(model, optimizer, loss_fn=loss_fn, master_weights=False)(batch)
     graph = subject((model, batch, loss_fn), optimizer).rewritten(max_norm=0.01)
     leaves = [v for v in flatten_batch(batch).leaves if isinstance(v, Tensor)]
     return graph, Binding(graph, tensors_of(model), optimizer, StepState()).inputs(leaves, 0)

@@ -178,7 +178,7 @@ def test_a_skipped_step_changes_no_bit(numerics: str, lowering: str) -> None:
 
 def plant(step: sg.TrainStep, phase: Phase, target: Any, change: Callable[[Any], None]) -> None:
     """Changes the first call of an operator in the graph that runs next, and compiles it again."""
-    _, variant = step._current  # type: ignore[misc]
+    _, variant = step._captures.latest  # type: ignore[misc]
     change(next(n for n in variant.graph.calls if n.target is target and n.meta["phase"] is phase))
     variant.executor = Executor(lowered(variant.graph, {}, compiles_update=True))
 

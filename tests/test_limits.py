@@ -354,7 +354,7 @@ def test_wrong_arguments_are_told_apart_from_those_to_come() -> None:
             sg.compile_train_step(model, optimizer, **wrong)  # type: ignore[arg-type]
         assert not isinstance(caught.value, sg.NotYetError)
     step = sg.compile_train_step(model, optimizer, criterion=nn.MSELoss())
-    with pytest.raises(sg.ConfigError, match=r"pass step\(\(x, y\)\)"):
+    with pytest.raises(sg.ConfigError, match=r"as one: step\(\(x, y\)\)"):
         step(X, X)  # type: ignore[arg-type]
     assert repr(step).startswith("TrainStep(Linear, SGD")
     assert sg.__version__

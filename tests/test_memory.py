@@ -274,7 +274,7 @@ def test_executor_frees_each_value_after_its_last_use() -> None:
         fixture.model, torch.optim.SGD(fixture.model.parameters(), lr=0.1), loss_fn=fixture.loss_fn, max_norm=1.0
     )
     step.prepare(fixture.batch)
-    _, variant, _ = step._compiled_for(fixture.batch)
+    _, variant, _ = step._captures.find(fixture.batch)
     deleted = {
         name.strip()
         for line in variant.executor.source.splitlines()

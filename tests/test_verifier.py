@@ -44,7 +44,7 @@ def test_valid_graphs_pass_at_level_2(name: str, form: str) -> None:
     graph = getattr(graphs_of(name), form)
     verify(graph, level=2)
     assert graph.calls, "an empty graph breaks no rule"
-    assert (graph.output_of(OutputRole.CLIP_FACTOR) is not None) == (form in ("clipped", "scaled"))
+    assert (graph.output_of(OutputRole.CLIP_FACTOR) is not None) == (form in ("clipped", "scaled", "last"))
 
 
 def test_level_1_does_not_evaluate_operators() -> None:

@@ -203,7 +203,7 @@ def only(step: sg.TrainStep, family: str, phase: str, place: int = 0) -> fx.Node
 
 
 def rebuilt(step: sg.TrainStep, batch: Any) -> None:
-    _, variant, _ = step._compiled_for(batch)
+    _, variant, _ = step._captures.find(batch)
     variant.executor = Executor(variant.graph)
 
 

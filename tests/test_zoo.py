@@ -31,7 +31,7 @@ def compare(
     eager = oracle.eager_steps(
         eager_model, eager_optimizer, fixtures.own_loss, batches, max_norm=1.0, scheduler=_scheduler(eager_optimizer)
     )
-    step = sg.compile_train_step(graph_model, graph_optimizer, max_norm=1.0)
+    step = sg.compile_train_step(graph_model, graph_optimizer, max_norm=1.0, master_weights=False)
     graph = oracle.graph_steps(step, graph_model, graph_optimizer, batches, scheduler=_scheduler(graph_optimizer))
     oracle.assert_bitwise(eager, graph)
     assert step.captures == 1, "one capture serves the whole schedule"
@@ -70,7 +70,7 @@ def test_bitwise_with_optimizer(name: str, optimizer: str) -> None:
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_verify_says_bitwise_equal(name: str) -> None:
     model = zoo.ZOO[name].build()
-    step = sg.compile_train_step(model, torch.optim.AdamW(model.parameters()), max_norm=1.0)
+    step = sg.compile_train_step(model, torch.optim.AdamW(model.parameters()), max_norm=1.0, master_weights=False)
     report = step.verify(zoo.ZOO[name].batch())
     assert report.equal, str(report)
     assert "bitwise equal" in str(report)
