@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .runtime import (
     StepOptions,
     StepResult,
     StepState,
+    Subjects,
     Tally,
     Variant,
     VerifyReport,
@@ -38,16 +40,20 @@ from .runtime import (
     describe_compiled,
     describe_nonfinite,
     first_nonfinite,
+    read,
     refuse_16_bit_parameters,
     register_clipping,
+    restore,
+    state_of,
     verify_step,
     warn_of_batch_norm,
+    write,
 )
 from .torch_compat import mark_stepped
 
 logger = logging.getLogger("stepgraph")
 
-_METHODS_TO_COME = ("plan", "full_params", "state_dict", "load_state_dict", "save", "load")
+_METHODS_TO_COME = ("plan", "full_params")
 
 
 def compile_train_step(
@@ -327,6 +333,42 @@ class TrainStep:
             loss_scale=self._loss_scale,
         )
 
+    def state_dict(self, extra: Any = None) -> dict[str, Any]:
+        """Everything that a run needs to go on with the same bits; see :meth:`save`. Tensors are the live ones."""
+        return state_of(self._subjects, extra)
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
+        """Restores what :meth:`state_dict` returned; see :meth:`load`."""
+        return restore(self._subjects, state, strict=strict)
+
+    def save(self, folder: str | PathLike[str], extra: Any = None) -> Path:
+        """Writes a checkpoint, ``folder/checkpoint.pt``, whole or not at all: the one before stays until then.
+
+        It holds parameters, buffers, masters, optimizer, loss scale, window, counters and random streams, and is read by plain
+        torch too: ``torch.load(path)["model"]`` and ``["optimizer"]`` are ``state_dict()`` of either.
+
+        Args:
+            extra: what else a run needs, such as ``scheduler.state_dict()`` and the loader's position: tensors, numbers,
+                strings, and containers of them.
+        """
+        return write(folder, self.state_dict(extra))
+
+    def load(self, path: str | PathLike[str], strict: bool = True) -> Any:
+        """Restores a checkpoint into the model, the optimizer and this step, and returns its ``extra``.
+
+        Args:
+            path: a folder that :meth:`save` wrote to, or a file of plain torch with ``model`` and ``optimizer``.
+            strict: whether everything has to be there and to fit; otherwise what fits is taken.
+
+        Raises:
+            ConfigError: a list of what is missing, left over or of another shape; nothing was changed.
+        """
+        return self.load_state_dict(read(path), strict)
+
+    @property
+    def _subjects(self) -> Subjects:
+        return Subjects(self.model, self.optimizer, self._state, self._tally)
+
     def prepare(self, batch: Any) -> StepGraph:
         """Captures and rewrites for batches like ``batch``, which may hold real, fake or meta tensors; runs nothing.
 
@@ -351,8 +393,8 @@ class TrainStep:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a TrainStep is bound to live tensors and cannot be copied or pickled. Save model.state_dict() and "
-            "optimizer.state_dict(), and compile again."
+            "a TrainStep is bound to live tensors and cannot be copied or pickled. Save it with step.save(folder), "
+            "compile again, and load it with step.load(folder)."
         )
 
     @property

@@ -43,6 +43,18 @@ class Masters:
                 self._versions[key] = self._params[key]._version
         return {key: self.tensors[key] for key in keys if key in self.tensors}
 
+    def may_have(self, key: str) -> bool:
+        """Whether the parameter is held in 16 bit, and masters are wanted."""
+        return key in self._params
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        """Takes over saved masters, those of parameters that may have one."""
+        self.follow()
+        known = [key for key in saved if key in self._params]
+        for key, master in self.of(known).items():
+            master.copy_(saved[key])
+        self.note()
+
     def follow(self) -> None:
         """Takes over parameters that were written since the last :meth:`note`."""
         for key, version in self._versions.items():
