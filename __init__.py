@@ -14,6 +14,9 @@ from .errors import StepGraphWarning as StepGraphWarning
 from .errors import VerificationError as VerificationError
 from .runtime import LossScale as LossScale
 from .runtime import NonfiniteReport as NonfiniteReport
+from .runtime import SkipRecord as SkipRecord
+from .runtime import StepLog as StepLog
+from .runtime import StepRecord as StepRecord
 from .runtime import StepResult as StepResult
 from .runtime import VerifyReport as VerifyReport
 from .runtime import clip_grad_norm_ as clip_grad_norm_

@@ -26,6 +26,7 @@ from .runtime import (
     Part,
     Program,
     Scaler,
+    StepLog,
     StepOptions,
     StepResult,
     StepState,
@@ -44,6 +45,7 @@ from .runtime import (
     refuse_16_bit_parameters,
     register_clipping,
     restore,
+    settings_of,
     state_of,
     verify_step,
     warn_of_batch_norm,
@@ -80,7 +82,7 @@ def compile_train_step(
     numerics: str = "exact",
     lowering: str = "auto",
     verify: str = "off",
-    log: Any = None,
+    log: str | PathLike[str] | StepLog | None = None,
 ) -> TrainStep:
     """Compiles one training step of ``model`` with ``optimizer``: forward, loss, backward, norm, clip and update.
 
@@ -114,6 +116,7 @@ def compile_train_step(
         skips_before_error: and before :class:`NonFiniteError`, which names the parameter.
         accumulate: how many batches, here micro-batches, make an update: gradients are summed and divided by their number, or
             by the sum of their weights, before norm and clip. Each call takes one; the last of a window updates.
+        log: path of a CSV with a row for each update, or a :class:`StepLog` with its alarms.
         verify: ``"first"`` runs eager beside the graph at the first step and warns where any bit differs.
 
     The other arguments belong to the contract and are not implemented yet: away from their defaults they raise.
@@ -150,7 +153,6 @@ def compile_train_step(
         memory_budget=(memory_budget, memory_budget is None),
         mesh=(mesh, mesh is None),
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
-        log=(log, log is None),
     )
     call = LossCall(loss_fn, criterion, AUTOCAST_DTYPES[precision])
     return TrainStep(
@@ -161,6 +163,8 @@ def compile_train_step(
         plan=str(plan),
         verify_first=verify == "first",
         master_weights=bool(master_weights),
+        log=log if log is None or isinstance(log, StepLog) else StepLog(log),
+        precision=precision,
     )
 
 
@@ -191,6 +195,8 @@ class TrainStep:
         plan: str,
         verify_first: bool,
         master_weights: bool = True,
+        log: StepLog | None = None,
+        precision: str = "fp32",
     ) -> None:
         if not isinstance(model, nn.Module):
             got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
@@ -217,6 +223,9 @@ class TrainStep:
         )
         self._captures = Captures(model, optimizer, tensors, self._call, options, self._state)
         self._tally = Tally()
+        self._log = log
+        if log is not None:
+            log.describe(settings_of(options, precision, self._device))
         if options.accumulate > 1:
             warn_of_batch_norm(model, options.accumulate)
         self._last_norm: Tensor | None = None
@@ -307,7 +316,9 @@ class TrainStep:
             self._tally.skipped(reason)
             if window is not None:
                 window.clear()
-            return StepResult(None, None, None, None, True, reason, False, self._tally.updates, self._loss_scale)
+            result = StepResult(None, None, None, None, True, reason, False, self._tally.updates, self._loss_scale)
+            self._note(result)
+            return result
         window.expect(0.0)
         try:
             variant = compiled.variant(window.part(weighted=False, has_batch=False))
@@ -482,20 +493,20 @@ class TrainStep:
         variant.binding.store(outputs)
         self._state.masters.note()
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
-        scaler, reason = self._state.scaler, None
+        scaler, reason, parameter = self._state.scaler, None, None
         if scaler is not None:
             scaler.update(skipped=code != 0)
         if code:
             reason, parameter = describe_nonfinite(code, variant.grad_keys, loss)
-            self._tally.not_finite(code, reason, parameter, self._options, scaler)
         else:
             self._tally.applied()
             mark_stepped(self.optimizer)
         has_batch = variant.part is None or variant.part.has_batch
-        if not has_batch:
-            loss = loss / self._state.window.weight_sum  # type: ignore[union-attr]
-        return StepResult(
-            loss=loss,
+        mean_loss = None
+        if self._state.window is not None:
+            mean_loss = variant.first(OutputRole.LOSS_SUM, outputs) / self._state.window.numbers["weight_sum"]
+        result = StepResult(
+            loss=loss if has_batch else mean_loss,
             aux=compiled.aux_of(variant, outputs) if has_batch else None,
             grad_norm=norm,
             clip_factor=variant.first(OutputRole.CLIP_FACTOR, outputs),
@@ -504,7 +515,17 @@ class TrainStep:
             applied=reason is None,
             step=self._tally.updates,
             loss_scale=self._loss_scale,
+            mean_loss=mean_loss,
+            norm_after_clip_value=variant.first(OutputRole.CLIPPED_NORM, outputs),
         )
+        self._note(result)
+        if code:
+            self._tally.not_finite(code, str(reason), parameter, self._options, scaler)
+        return result
+
+    def _note(self, result: StepResult) -> None:
+        if self._log is not None:
+            self._log.record(result, self.optimizer, norm_is_l2=self._options.norm_type == 2.0)
 
     def _report_verification(self, report: VerifyReport) -> None:
         self.last_verification = report

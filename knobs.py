@@ -10,6 +10,7 @@ KNOBS: dict[str, str] = {
     "STEPGRAPH_VERIFY": "0: never verify graphs; 1 (default): every rule after every pass; 2: also re-derive all metadata",
     "STEPGRAPH_DUMP": "folder for the graph's text form before and after each pass, in a subfolder for each rewrite",
     "STEPGRAPH_DISABLE": "names of optional passes to leave out, separated by commas",
+    "RANK": "rank of this process, as launchers set it: step logs tell it, and rank 0 writes files",
 }
 
 
@@ -29,3 +30,9 @@ def dump_folder() -> str | None:
 def disabled_passes() -> tuple[str, ...]:
     """``STEPGRAPH_DISABLE``."""
     return tuple(name.strip() for name in os.environ.get("STEPGRAPH_DISABLE", "").split(",") if name.strip())
+
+
+def launched_rank() -> int | None:
+    """``RANK``, which ``torchrun`` and other launchers set."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() else None

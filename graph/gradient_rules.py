@@ -57,7 +57,9 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
     if graph.output_of(OutputRole.NORM) is None:
         return
     expected = 1 if graph.output_of(OutputRole.CLIP_FACTOR) is not None else 0
+    is_taken_again = graph.output_of(OutputRole.CLIPPED_NORM) is not None
     norms: Counter[fx.Node] = Counter()
+    norms_again: Counter[fx.Node] = Counter()
     scalings: Counter[fx.Node] = Counter()
     clamps: dict[str, Counter[fx.Node]] = defaultdict(Counter)
     grads = gradients_of(graph)
@@ -68,6 +70,9 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
             continue
         if family_of(node.target) in ("_foreach_norm", "linalg_vector_norm"):
             for operand in nodes_in(node.args[0]):
+                if is_taken_again and norms[operand] and clamps and all(counts[operand] for counts in clamps.values()):
+                    norms_again[operand] += 1
+                    continue
                 norms[operand] += 1
                 if scalings[operand] or any(counts[operand] for counts in clamps.values()):
                     yield f"{name_of(operand)} is clipped before its norm is taken"
@@ -86,6 +91,8 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
     for grad in grads:
         if norms[grad] != 1 and not _is_empty(grad):
             yield f"the gradient {name_of(grad)} enters the norm {norms[grad]} times"
+        if is_taken_again and norms_again[grad] != 1 and not _is_empty(grad):
+            yield f"the gradient {name_of(grad)} enters the norm {norms_again[grad]} times after it was clipped by value"
         if scalings[grad] != expected:
             yield f"the gradient {name_of(grad)} is scaled {scalings[grad]} times between norm and update, not {expected}"
         for family, counts in clamps.items():

@@ -51,6 +51,7 @@ class OutputRole(str, enum.Enum):
     GRAD = "grad"
     NORM = "norm"
     CLIP_FACTOR = "clip_factor"
+    CLIPPED_NORM = "clipped_norm"  # the norm once more, of gradients that were clipped by value
     NONFINITE = "nonfinite"
     LOSS_SUM = "loss_sum"  # weighted sum of the losses of the window so far
     BUFFER = "buffer"  # the tensor that forward bound to a buffer or attribute, to be bound by the runtime

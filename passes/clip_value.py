@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 
 from ..device import norm_uses_foreach
-from ..graph import OutputRole, Phase, StepGraph
+from ..graph import OutputRole, OutputSpec, Phase, StepGraph
 from .base import Pass, PassResult
-from .grad_norm import add_norm_call, grad_groups
+from .grad_norm import add_norm_call, add_total_norm, grad_groups
 
 aten = torch.ops.aten
 
@@ -19,14 +19,17 @@ aten = torch.ops.aten
 class ClipValue(Pass):
     """Clamps every element of every gradient to [-clip_value, clip_value], in place, after the norm was taken.
 
-    Bitwise what ``torch.nn.utils.clip_grad_value_`` does. With ``separate`` (fast tier) each gradient is clamped on its own.
+    Bitwise what ``torch.nn.utils.clip_grad_value_`` does. The norm of type ``norm_type`` is taken once more, as the output
+    ``clipped_norm``. With ``separate`` (fast tier) each gradient is clamped on its own.
     """
 
     name: ClassVar[str] = "clip_value"
     requires: ClassVar[tuple[OutputRole, ...]] = (OutputRole.GRAD, OutputRole.NORM)
+    guarantees: ClassVar[tuple[OutputRole, ...]] = (OutputRole.CLIPPED_NORM,)
     touches: ClassVar[frozenset[Phase]] = frozenset({Phase.NORM})
 
     clip_value: float
+    norm_type: float = 2.0
     separate: bool = False
 
     def run(self, graph: StepGraph) -> PassResult:
@@ -41,4 +44,6 @@ class ClipValue(Pass):
                 else:
                     for grad in group:
                         add_norm_call(graph, aten.clamp_.default, (grad, -self.clip_value, self.clip_value))
+        clipped, _ = add_total_norm(graph, self.norm_type)
+        graph.set_outputs([*graph.output_values, clipped], [*graph.outputs, OutputSpec(OutputRole.CLIPPED_NORM)])
         return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": touched})

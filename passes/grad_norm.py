@@ -38,26 +38,30 @@ class GradNorm(Pass):
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
         if math.isinf(self.norm_type):  # eager has no largest element of nothing
             grads = [g for g in grads if g.meta["val"].numel()]
-        norms: list[fx.Node] = []
-        with graph.graph.inserting_before(graph.output_node):
-            for group in grad_groups(grads):
-                norms += self._norms_of(graph, group)
-            total = self._total(graph, norms)
+        total, counted = add_total_norm(graph, self.norm_type)
         graph.set_outputs([*graph.output_values, total], [*graph.outputs, OutputSpec(OutputRole.NORM)])
-        return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": len(norms)})
+        return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": counted})
 
-    def _total(self, graph: StepGraph, norms: list[fx.Node]) -> fx.Node:
+
+def add_total_norm(graph: StepGraph, norm_type: float) -> tuple[fx.Node, int]:
+    """Adds the norm of all gradients as they are at the end of the graph. Returns it, and how many gradients are in it."""
+    all_grads = list(graph.output_nodes(OutputRole.GRAD).values())
+    grads = [g for g in all_grads if g.meta["val"].numel()] if math.isinf(norm_type) else all_grads
+    norms: list[fx.Node] = []
+    with graph.graph.inserting_before(graph.output_node):
+        for group in grad_groups(grads):
+            norms += _norms_of(graph, group, norm_type)
         if not norms:
-            first = next(iter(graph.output_nodes(OutputRole.GRAD).values()))
-            return add_norm_call(graph, aten.new_zeros.default, (first, []))
+            return add_norm_call(graph, aten.new_zeros.default, (all_grads[0], [])), 0
         stacked = add_norm_call(graph, aten.stack.default, (norms,))
-        return add_norm_call(graph, aten.linalg_vector_norm.default, (stacked, self.norm_type))
+        return add_norm_call(graph, aten.linalg_vector_norm.default, (stacked, norm_type)), len(norms)
 
-    def _norms_of(self, graph: StepGraph, group: list[fx.Node]) -> list[fx.Node]:
-        if not norm_uses_foreach(group[0].meta["val"].device):
-            return [add_norm_call(graph, aten.linalg_vector_norm.default, (g, self.norm_type)) for g in group]
-        all_norms = add_norm_call(graph, aten._foreach_norm.Scalar, (group, self.norm_type))
-        return [add_norm_call(graph, operator.getitem, (all_norms, i)) for i in range(len(group))]
+
+def _norms_of(graph: StepGraph, group: list[fx.Node], norm_type: float) -> list[fx.Node]:
+    if not norm_uses_foreach(group[0].meta["val"].device):
+        return [add_norm_call(graph, aten.linalg_vector_norm.default, (g, norm_type)) for g in group]
+    all_norms = add_norm_call(graph, aten._foreach_norm.Scalar, (group, norm_type))
+    return [add_norm_call(graph, operator.getitem, (all_norms, i)) for i in range(len(group))]
 
 
 def add_norm_call(

@@ -76,7 +76,7 @@ def training_passes(
     if max_norm:
         passes.append(Clip(max_norm=float(max_norm), separate=for_compiler))
     if clip_value:
-        passes.append(ClipValue(clip_value=float(clip_value), separate=for_compiler))
+        passes.append(ClipValue(clip_value=float(clip_value), norm_type=norm_type, separate=for_compiler))
     if nonfinite != "ignore":
         passes.append(Skip(norm_decides=bool(max_norm) or error_if_nonfinite))
     passes.append(Update(update=update, masters=masters))

@@ -29,6 +29,7 @@ from .options import AUTOCAST_DTYPES as AUTOCAST_DTYPES
 from .options import StepOptions as StepOptions
 from .options import check_choice as check_choice
 from .options import checked_options as checked_options
+from .options import settings_of as settings_of
 from .regions import Region as Region
 from .regions import regions_of as regions_of
 from .report import describe_compiled as describe_compiled
@@ -36,6 +37,11 @@ from .result import StepResult as StepResult
 from .result import describe_nonfinite as describe_nonfinite
 from .rollback import restored_on_error as restored_on_error
 from .state import StepState as StepState
+from .step_log import COLUMNS as COLUMNS
+from .step_log import SkipRecord as SkipRecord
+from .step_log import StepLog as StepLog
+from .step_log import StepRecord as StepRecord
+from .step_log import read_rows as read_rows
 from .tally import Tally as Tally
 from .verify import VerifyReport as VerifyReport
 from .verify import verify_step as verify_step

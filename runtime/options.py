@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -124,3 +124,18 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises :class:`ConfigError` where ``value`` is none of ``choices``."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def settings_of(options: StepOptions, precision: str, device: torch.device) -> dict[str, Any]:
+    """What the numbers of a run's log were made under."""
+    scale = options.loss_scale
+    return {
+        "precision": precision,
+        "autocast_device": None if AUTOCAST_DTYPES[precision] is None else device.type,
+        "max_norm": options.max_norm,
+        "norm_type": options.norm_type if math.isfinite(options.norm_type) else "inf",
+        "clip_value": options.clip_value,
+        "nonfinite": options.nonfinite,
+        "loss_scale": asdict(scale) if isinstance(scale, LossScale) else scale,
+        "accumulate": options.accumulate,
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ class StepResult:
         clip_factor: 0-dim in [0, 1], what the gradients were multiplied by; None without clipping.
         skipped: whether the update was left out because something was not finite.
         skip_reason: what was not finite, or None.
+        mean_loss: from the last micro-batch of a window and from ``flush``, the weighted mean of the window's losses.
         loss_scale: the loss scale after this step, which the next one uses; None where losses are not scaled.
         applied: whether this call changed the weights; gate a scheduler on it.
         step: counts updates, applied and skipped, from 1; a micro-batch has the number of the update that it is for.
@@ -37,6 +38,15 @@ class StepResult:
     applied: bool
     step: int
     loss_scale: float | None = None
+    mean_loss: Tensor | None = None
+    norm_after_clip_value: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def clipped_norm(self) -> Tensor | None:
+        """0-dim, the norm of the gradients that the optimizer saw: ``grad_norm`` where nothing is clipped."""
+        if self.norm_after_clip_value is not None or self.grad_norm is None:
+            return self.norm_after_clip_value
+        return self.grad_norm if self.clip_factor is None else self.grad_norm * self.clip_factor
 
 
 def describe_nonfinite(code: int, grad_keys: list[str], loss: Tensor) -> tuple[str, str | None]:

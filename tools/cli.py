@@ -12,6 +12,7 @@ from ..errors import StepGraphError
 from ..graph import Phase
 from .dump import Dump, Selection
 from .job import load_job
+from .norms import draw, norm_report
 from .presets import PRESETS
 
 _JOB = f"a preset ({', '.join(PRESETS)}), package.module:function, or a YAML or JSON file"
@@ -36,7 +37,11 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="stepgraph", description="Look at compiled PyTorch training steps.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("demo", help="train a small GPT on real text; takes the options of examples/train_gpt.py")
+    commands.add_parser(
+        "demo",
+        help="train a small GPT on real text; with --inject-inf 5, --spike 1e8 or --precision bf16 a small linear model, to "
+        "show what a step log says",
+    )
     dump = commands.add_parser("dump", help="print the graph of a training step", description="Prints a step graph.")
     dump.set_defaults(run=_dump)
     dump.add_argument("job", metavar="JOB", help=_JOB)
@@ -52,6 +57,15 @@ def _parser() -> argparse.ArgumentParser:
         "--first", action="store_true", help="the first step, which creates the optimizer's state; runs nothing"
     )
     dump.add_argument("--numerics", choices=("exact", "fast"), help="instead of the job's")
+    norms = commands.add_parser(
+        "norms", help="what the gradient norms of a run say about max_norm", description="Reads the CSV of a step log."
+    )
+    norms.set_defaults(run=_norms)
+    norms.add_argument("csv", type=Path, metavar="CSV", help="as log= of compile_train_step writes it")
+    norms.add_argument(
+        "--png", type=Path, metavar="PATH", help="the picture (beside the CSV, with the suffix .norms.png)"
+    )
+    norms.add_argument("--no-plot", action="store_true", help="print only")
     return parser
 
 
@@ -77,8 +91,19 @@ def _dump(args: argparse.Namespace) -> int:
     return 0
 
 
+def _norms(args: argparse.Namespace) -> int:
+    report, points = norm_report(args.csv)
+    print(report)
+    if not args.no_plot:
+        path = args.png or args.csv.with_suffix(".norms.png")
+        draw(report, points, path)
+        print(f"wrote {path}")
+    return 0
+
+
 def _demo(arguments: list[str]) -> int:
-    script = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+    is_about_numbers = any(a.partition("=")[0] in ("--inject-inf", "--spike", "--precision") for a in arguments)
+    script = Path(__file__).parent.parent / "examples" / ("train_linear.py" if is_about_numbers else "train_gpt.py")
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *arguments]
     try:
