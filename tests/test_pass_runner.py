@@ -295,10 +295,25 @@ def _disable_changes_the_graph(monkeypatch: pytest.MonkeyPatch, folder: Path) ->
     return str(_prepared().graph) != before
 
 
+def _rank_changes_who_writes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> bool:
+    written = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        model = nn.Linear(2, 2)
+        path = folder / f"{rank}.csv"
+        step = sg.compile_train_step(
+            model, torch.optim.SGD(model.parameters()), loss_fn=lambda m, x: m(x).sum(), log=path
+        )
+        step(torch.ones(1, 2))
+        written.append(path.exists())
+    return written == [True, False]
+
+
 KNOB_EFFECTS: dict[str, Callable[[pytest.MonkeyPatch, Path], bool]] = {
     "STEPGRAPH_VERIFY": _verify_changes_what_is_noticed,
     "STEPGRAPH_DUMP": _dump_changes_what_is_written,
     "STEPGRAPH_DISABLE": _disable_changes_the_graph,
+    "RANK": _rank_changes_who_writes,
 }
 
 
