@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 import stepgraph as sg
 from stepgraph import knobs
