@@ -68,6 +68,7 @@ def compile_train_step(
     precision: str = "fp32",
     master_weights: bool = True,
     loss_scale: float | LossScale | None = None,
+    fp32_outputs: bool = False,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -104,6 +105,7 @@ def compile_train_step(
             False updates them as they are.
         loss_scale: under ``"fp16"``, a :class:`LossScale`, which is torch's ``GradScaler``, or a number that never changes.
             None is ``LossScale()``.
+        fp32_outputs: turns what the model returns in 16 bit into float32, before ``criterion`` or ``loss_fn`` get it.
         max_norm: clips the norm of all gradients, taken as one vector, to this; None or 0 is off.
         norm_type: p of that norm and of ``StepResult.grad_norm``: 1 or more, or infinity (the largest absolute element).
         error_if_nonfinite: whether a norm that is not finite raises :class:`NonFiniteError`, whatever ``nonfinite`` says of
@@ -154,7 +156,9 @@ def compile_train_step(
         mesh=(mesh, mesh is None),
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
     )
-    call = LossCall(loss_fn, criterion, AUTOCAST_DTYPES[precision])
+    if not isinstance(fp32_outputs, bool):
+        raise ConfigError(f"fp32_outputs must be True or False, got {fp32_outputs!r}")
+    call = LossCall(loss_fn, criterion, AUTOCAST_DTYPES[precision], fp32_outputs=fp32_outputs)
     return TrainStep(
         model,
         optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import inspect
@@ -27,12 +28,14 @@ class LossCall:
     Attributes:
         autocast_dtype: 16-bit dtype that model and loss run under autocast in, or None.
         device_type: device type of that autocast, the parameters' own.
+        fp32_outputs: whether what the model returns in 16 bit reaches loss and aux in float32.
     """
 
     loss_fn: Callable[[nn.Module, Any], Any] | None = None
     criterion: Callable[[Any, Any], Any] | None = None
     autocast_dtype: torch.dtype | None = None
     device_type: str = "cpu"
+    fp32_outputs: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_fn is not None and self.criterion is not None:
@@ -46,9 +49,12 @@ class LossCall:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Runs the model; returns the loss and the auxiliary output (None where there is none)."""
-        if self.autocast_dtype is None:
-            return self._run(model, batch)
-        with torch.autocast(self.device_type, self.autocast_dtype):
+        with contextlib.ExitStack() as stack:
+            if self.autocast_dtype is not None:
+                stack.enter_context(torch.autocast(self.device_type, self.autocast_dtype))
+            if self.fp32_outputs:
+                handle = model.register_forward_hook(lambda _module, _args, output: pytree.tree_map(_widened, output))
+                stack.callback(handle.remove)
             return self._run(model, batch)
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -71,6 +77,11 @@ class LossCall:
             inputs, targets = batch
             return self.criterion(model(inputs), targets), None
         return _loss_in(_call_model(model, batch)), None
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
 
 
 def _call_model(model: nn.Module, batch: Any) -> Any:

@@ -162,3 +162,53 @@ def test_a_loss_scale_without_fp16_is_an_error(precision: str) -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(sg.ConfigError, match=r'loss_scale=1024.* belongs to precision="fp16"'):
         sg.compile_train_step(model, torch.optim.SGD(model.parameters()), precision=precision, loss_scale=1024.0)
+
+
+class Pair(nn.Module):
+    """Returns a dict of tensors, one of them in 16 bit under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.layer(x)
+        return {"hidden": hidden, "count": torch.tensor(3)}
+
+
+@pytest.mark.feature("AMP-20")
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_outputs_in_float32_on_request(precision: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    scale = {"loss_scale": 1024} if precision == "fp16" else {}
+    x = fixtures.rows(1, 3, 4)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        output = model(batch)
+        return output["hidden"].mean(), output["hidden"]
+
+    for wide in (False, True):
+        eager, graph = oracle.twin(Pair)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, graph)]
+        step = sg.compile_train_step(
+            graph, optimizers[1], loss_fn=loss_fn, precision=precision, fp32_outputs=wide, **scale
+        )
+        result = step(x)
+        with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
+            hidden = eager(x)["hidden"]
+            loss = (hidden.float() if wide else hidden).mean()
+        assert result.aux.dtype is (torch.float32 if wide else dtype)
+        assert torch.equal(result.loss, loss.detach())
+        (loss * scale.get("loss_scale", 1)).backward()
+        for param in eager.parameters():
+            param.grad /= scale.get("loss_scale", 1)
+        optimizers[0].step()
+        assert all(torch.equal(p, q) for p, q in zip(eager.parameters(), graph.parameters(), strict=True))
+        assert step.verify(x).equal
+        assert not graph._forward_hooks
+
+
+def test_outputs_in_float32_is_yes_or_no() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(sg.ConfigError, match="fp32_outputs"):
+        sg.compile_train_step(model, torch.optim.SGD(model.parameters()), fp32_outputs=torch.float32)
