@@ -45,7 +45,7 @@ class AttributeWatch:
         self._seen: list[Any] = []
         self._containers: list[Any] = []
         self._copies: list[Any] = []
-        self._signature: tuple[Any, ...] = ()
+        self._signature: tuple[Any, ...] = ((), ())
         self._numbers: dict[Hashable, int] = {}
         self._number = -1
 

@@ -437,3 +437,119 @@ def test_the_fast_tier_accumulates_too() -> None:
         step(batch)
     report = step.verify(fixture.batch)
     assert report.ok, str(report)
+
+
+@pytest.mark.case("B13")
+@pytest.mark.feature("CLIP-17")
+def test_gradients_are_unscaled_once_a_window() -> None:
+    make = fixtures.FIXTURES["MLP"]
+    data = fixtures.batches(make, 8)
+    norms = []
+    for scale in (1.0, 1024.0):
+        fixture = make()
+        step = sg.compile_train_step(
+            fixture.model,
+            torch.optim.SGD(fixture.model.parameters(), lr=0.1),
+            loss_fn=fixture.loss_fn,
+            precision="fp16",
+            loss_scale=scale,
+            accumulate=4,
+            max_norm=1.0,
+        )
+        norms.append([r.grad_norm.item() for r in map(step, data) if r.applied])
+        kernel = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+        assert sum(n.target is kernel for n in step.graph.calls) == 1
+    assert len(norms[0]) == 2
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+@pytest.mark.case("B21")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_nan_is_counted_and_poisons_nothing(size: int) -> None:
+    make = fixtures.FIXTURES["MLP"]
+    fixture = make()
+    step = sg.compile_train_step(
+        fixture.model,
+        torch.optim.AdamW(fixture.model.parameters()),
+        loss_fn=lambda m, b: fixture.loss_fn(m, b[:2]) + b[2],
+        accumulate=size,
+    )
+    results = []
+    for number, (x, y) in enumerate(fixtures.batches(make, 5 * size)):
+        results.append(step((x, y, torch.tensor(float("nan") if number == 2 * size else 0.0))))
+    ended = results[size - 1 :: size]
+    assert [r.skipped for r in ended] == [False, False, True, False, False]
+    assert ended[2].skip_reason == "the loss is not finite"
+    assert "1 skipped" in step.report()
+    assert all(bool(p.isfinite().all()) for p in fixture.model.parameters())
+    assert next(iter(step.optimizer.state.values()))["step"].item() == 4
+
+
+class Aliased(nn.Module):
+    """Two parameters that get one gradient, one that is used through an expanded view, one under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4) * 2)
+        self.wide = nn.Parameter(torch.ones(1, 4))
+        self.body = fixtures.Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)), use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.body(x) + (self.a + self.b) * self.wide.expand(x.shape)).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_aliased_gradients_and_checkpoints_in_a_window(precision: str) -> None:
+    loop, step = pair(Aliased, lambda m, x: m(x), "adamw_foreach", precision, accumulate=3)
+    for number, window in enumerate(windows(fixtures.inputs(3, 4, steps=12), 3), start=1):
+        same_update(loop, step, number, window)
+
+
+def test_a_parameter_that_is_frozen_within_a_window_keeps_what_it_has() -> None:
+    loop, step = pair(Routes, lambda m, batch: m(*batch), "sgd_momentum", accumulate=3, max_norm=0.1)
+    data = fixtures.inputs(3, 4, steps=9)
+    for start in (0, 3, 6):
+        for model in (loop.model, step.model):
+            model.right.requires_grad_(True)
+        for position, x in enumerate(data[start : start + 3]):
+            if position == 2:
+                for model in (loop.model, step.model):
+                    model.right.requires_grad_(False)
+            loop.loss_fn(loop.model, (x, position != 1)).backward()
+            result = step((x, position != 1))
+        params = [p for p in loop.model.parameters() if p.grad is not None]
+        for param in params:
+            param.grad.div_(3)
+        torch.nn.utils.clip_grad_norm_(params, 0.1)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        assert result.applied
+        assert all(torch.equal(p, q) for p, q in zip(loop.model.parameters(), step.model.parameters(), strict=True))
+
+
+def test_hyperparameters_are_read_when_the_window_ends() -> None:
+    make = fixtures.FIXTURES["MLP"]
+    loop, step = pair(lambda: make().model, make().loss_fn, "adamw_fused", accumulate=2)
+    data = fixtures.batches(make, 6)
+    for number, window in enumerate(windows(data, 2), start=1):
+        for position, batch in enumerate(window):
+            for optimizer in (loop.optimizer, step.optimizer):
+                optimizer.param_groups[0]["lr"] = 0.01 * number + 0.001 * position
+            step(batch)
+        loop.update(window)
+        assert all(torch.equal(p, q) for p, q in zip(loop.model.parameters(), step.model.parameters(), strict=True))
+    assert step.captures == 1
+
+
+@pytest.mark.feature("MB-1", "MB-5")
+def test_a_window_holds_gradients_and_no_more_activations_than_one_micro_batch() -> None:
+    make = fixtures.FIXTURES["MLP"]
+    _, step = pair(lambda: make().model, make().loss_fn, "sgd_momentum", accumulate=4)
+    data = fixtures.batches(make, 4)
+    for batch in data[:3]:
+        step(batch)
+    window = step._state.window
+    sizes = {name: p.numel() * p.element_size() for name, p in step.model.named_parameters()}
+    assert {name: g.untyped_storage().nbytes() for name, g in window.gradients.items()} == sizes
+    step(data[3])
+    assert not window.gradients

@@ -287,3 +287,13 @@ def test_autocast_around_the_call_does_not_reach_what_was_captured_without() -> 
         assert torch.equal(loss.detach(), result.loss)
         assert torch.equal(norm, result.grad_norm)
         assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), graph.parameters(), strict=True))
+
+
+def test_the_same_graph_twice_of_a_model_without_plain_attributes() -> None:
+    model = nn.ParameterList([torch.ones(3), torch.ones(3)])
+    step = sg.compile_train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=lambda m, x: (m[0] * x).square().sum()
+    )
+    for needed in (True, False, True):
+        model[1].requires_grad_(needed)  # which takes no part
+        assert step(torch.ones(3)).applied
