@@ -173,28 +173,31 @@ def _ordered(
         numbers.update(zip(names, group["params"], strict=True))
     state, groups, position = {}, [], 0
     params = {held.key: held.tensor for held in tensors_of(subjects.model).params}
-    kinds: dict[int, set[frozenset[str]]] = {}
+    kinds: dict[
+        tuple[int, int], set[frozenset[str]]
+    ] = {}  # by group, and by dimensions, which factored states depend on
     for index, (group, names) in enumerate(zip(saved["param_groups"], here, strict=True)):
         groups.append({**group, "params": list(range(position, position + len(names)))})
         for name in names:
             entries = saved["state"].get(numbers[name])
             if entries is not None:
                 state[position] = entries
-                problems += _entry_problems(name, params[name], entries)
-                kinds.setdefault(index, set()).add(frozenset(entries))
+                problems += _entry_problems(name, optimizer.state.get(params[name], {}), entries)
+                kinds.setdefault((index, params[name].ndim), set()).add(frozenset(entries))
             position += 1
-    for index, found in kinds.items():
+    for (index, _), found in kinds.items():
         if len(found) > 1:
             missing = sorted(frozenset.union(*found) - frozenset.intersection(*found))
             problems.append(f"optimizer: some parameters of group {index} have no {', '.join(missing)}")
     return {**saved, "state": state, "param_groups": groups}, problems
 
 
-def _entry_problems(name: str, param: Tensor, entries: dict[str, Any]) -> list[str]:
+def _entry_problems(name: str, here: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """Where the optimizer has state for the parameter already, its shapes are those to come."""
     return [
-        f"optimizer: {name}/{entry} is {_describe(value)}, and the parameter {list(param.shape)}"
-        for entry, value in entries.items()
-        if isinstance(value, Tensor) and value.ndim == param.ndim and value.ndim and value.shape != param.shape
+        f"optimizer: {name}/{entry} is {_describe(value)}, here {_describe(here[entry])}"
+        for entry, value in saved.items()
+        if isinstance(value, Tensor) and isinstance(here.get(entry), Tensor) and value.shape != here[entry].shape
     ]
 
 

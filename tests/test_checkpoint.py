@@ -385,3 +385,27 @@ def test_a_process_that_is_killed_leaves_a_whole_checkpoint(run: int, tmp_path: 
     number = step.load(tmp_path)
     assert number >= count - 1
     assert step(torch.ones(1, 400)).step == number + 2
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "RAdam", "ASGD", "NAdam", "Rprop", "Adagrad", "RMSprop"])
+def test_every_kind_of_state_comes_back(name: str, tmp_path: Path) -> None:
+    make = fixtures.FIXTURES["MLP"]
+    data = fixtures.batches(make, 6)
+
+    def fresh() -> sg.TrainStep:
+        fixture = make()
+        optimizer = getattr(torch.optim, name)(fixture.model.parameters(), lr=0.01)
+        return sg.compile_train_step(fixture.model, optimizer, loss_fn=fixture.loss_fn)
+
+    whole, resumed = fresh(), fresh()
+    for position, batch in enumerate(data):
+        if position == 3:
+            whole.save(tmp_path)
+            resumed.load(tmp_path)
+        whole(batch)
+        if position >= 3:
+            resumed(batch)
+    assert_equal(whole.model.state_dict(), resumed.model.state_dict())
+    assert_equal(whole.optimizer.state_dict(), resumed.optimizer.state_dict())
+    whole.load(tmp_path)
+    assert whole(data[3]).step == 4
