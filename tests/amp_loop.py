@@ -6,6 +6,7 @@ Against it every precision and every window of micro-batches is held, bit for bi
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ import stepgraph as sg
 
 from .oracle import Snapshot, snapshot
 
+INF = math.inf
+SEQUENCE = [1.0, INF, 1.0, 1.0, math.nan, 1.0, 1.0]  # gradients of case B15
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -116,3 +119,38 @@ def compiled_update(
         assert result.applied is False or position == len(window) - 1
     taken = snapshot(step.model, step.optimizer, number, result.loss, result.grad_norm)
     return Outcome(taken, result.applied, result.loss_scale)
+
+
+class Pulls(nn.Module):
+    """One scalar parameter; the batch is its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return Multiplied.apply(self.weight, gradient)
+
+
+class Multiplied(torch.autograd.Function):
+    """A finite loss whose gradient is what the batch says, times what the backward starts from."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, seed: Tensor) -> tuple[Tensor, None]:
+        return seed * ctx.saved_tensors[0], None
+
+
+def poisoned(batch: Any, value: float) -> Any:
+    """The batch with one element of its first floating tensor replaced."""
+    leaves, spec = torch.utils._pytree.tree_flatten(batch)
+    for position, leaf in enumerate(leaves):
+        if leaf.is_floating_point():
+            leaves[position] = leaf.clone()
+            leaves[position].view(-1)[0] = value
+            break
+    return torch.utils._pytree.tree_unflatten(leaves, spec)

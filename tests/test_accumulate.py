@@ -16,10 +16,7 @@ from torch import Tensor, nn
 import stepgraph as sg
 
 from . import fixtures, oracle, zoo
-from .amp_loop import HandWritten, Outcome, compiled_update
-from .test_loss_scale import poisoned
-
-INF = float("inf")
+from .amp_loop import INF, HandWritten, Outcome, compiled_update, poisoned
 
 
 def pair(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import stepgraph as sg
 
 from . import fixtures, oracle
+from .amp_loop import INF, SEQUENCE, Pulls, poisoned
 from .portrait import assert_same, portrait
-from .test_loss_scale import INF, SEQUENCE, Pulls, poisoned
 
 ROOT = Path(__file__).parents[1]
 

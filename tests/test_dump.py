@@ -103,6 +103,7 @@ def nothing():
 """
 
 
+@pytest.mark.feature("CLIP-22")
 def test_jobs_from_a_function_and_from_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

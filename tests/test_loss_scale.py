@@ -18,33 +18,7 @@ import stepgraph as sg
 from stepgraph.runtime import Scaler
 
 from . import fixtures, oracle, zoo
-from .amp_loop import HandWritten, compiled_update
-
-INF = math.inf
-
-
-class Pulls(nn.Module):
-    """One scalar parameter; the batch is its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        return Multiplied.apply(self.weight, gradient)
-
-
-class Multiplied(torch.autograd.Function):
-    """A finite loss whose gradient is what the batch says, times what the backward starts from."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, seed: Tensor) -> tuple[Tensor, None]:
-        return seed * ctx.saved_tensors[0], None
+from .amp_loop import INF, SEQUENCE, HandWritten, Pulls, compiled_update, poisoned
 
 
 def pulled(
@@ -59,9 +33,6 @@ def pulled(
         result = step(torch.tensor(gradient))
         found.append((round(model.weight.item(), 6), result.loss_scale))
     return step, found
-
-
-SEQUENCE = [1.0, INF, 1.0, 1.0, math.nan, 1.0, 1.0]
 
 
 @pytest.mark.case("B15")
@@ -172,17 +143,6 @@ def compare(
         assert (got.applied, got.scale) == (want.applied, want.scale)
         applied.append(got.applied)
     return step, applied
-
-
-def poisoned(batch: Any, value: float) -> Any:
-    """The batch with one element of its first floating tensor replaced."""
-    leaves, spec = torch.utils._pytree.tree_flatten(batch)
-    for position, leaf in enumerate(leaves):
-        if leaf.is_floating_point():
-            leaves[position] = leaf.clone()
-            leaves[position].view(-1)[0] = value
-            break
-    return torch.utils._pytree.tree_unflatten(leaves, spec)
 
 
 @pytest.mark.parametrize(

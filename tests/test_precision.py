@@ -106,6 +106,7 @@ def test_a_loss_in_16_bit_stays_one_and_a_criterion_gives_fp32() -> None:
     assert all(p.dtype is torch.float32 for p in model.parameters())
 
 
+@pytest.mark.feature("AMP-9")
 def test_autocast_around_the_call_is_overridden() -> None:
     make = fixtures.FIXTURES["MLP"]
     eager, graph = make(), make()

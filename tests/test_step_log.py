@@ -24,7 +24,7 @@ from stepgraph.tools.cli import main
 from stepgraph.tools.norms import norm_report
 
 from . import fixtures
-from .test_loss_scale import INF, Pulls
+from .amp_loop import INF, Pulls
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ["step", "lr", "grad_l2_pre_clip", "grad_l2_post_clip", "loss", "skipped", "skip_reason", "scaler_scale"]
@@ -138,7 +138,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert [float(r["grad_l2_pre_clip"]) for r in rows(path)] == [9], "a run from the beginning begins the file"
 
 
-@pytest.mark.feature("AMP-15")
+@pytest.mark.feature("AMP-15", "API-10")
 def test_lines_are_tagged(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     log = sg.StepLog(tmp_path / "steps.csv", console=True)
     pulls(log, [1.0, INF])
