@@ -224,7 +224,8 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], tmp_pat
 
 
 _TRAINS = """
-import sys, torch, stepgraph as sg
+import signal, sys, torch, stepgraph as sg
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
 torch.set_num_threads(1)
 model = torch.nn.Linear(4, 4)
 step = sg.compile_train_step(
@@ -249,7 +250,10 @@ def test_rows_are_whole_when_the_process_is_ended(sent: signal.Signals, tmp_path
             assert process.poll() is None
     finally:
         os.kill(process.pid, sent)
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=60)
+        finally:
+            process.kill()
     text = path.read_text()
     assert text.endswith("\n")
     found = rows(path)
