@@ -43,6 +43,7 @@ class Subjects:
 def state_of(subjects: Subjects, extra: Any = None) -> dict[str, Any]:
     """The state of a run. Tensors are the live ones: copy or write them before the next step."""
     model, optimizer, state = subjects.model, subjects.optimizer, subjects.state
+    state.masters.follow()  # parameters may have been written since the last step
     tensors = tensors_of(model)
     own = model.state_dict()
     held = tensors.buffers + tensors.attributes

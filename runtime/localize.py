@@ -22,7 +22,6 @@ from ..graph import UNINITIALISED, InputRole, Phase, StepGraph, arguments_by_nam
 from ..torch_compat import TorchDispatchMode, storage_key
 from .clipping import total_norm
 from .interpret import run_nodes
-from .rollback import rolled_back
 
 if TYPE_CHECKING:
     from .compiled import CompiledBatch, Variant
@@ -191,7 +190,7 @@ def first_difference(subject: Subject) -> tuple[str | None, str]:
 
     Under accumulation only forward and backward of one micro-batch are looked at.
     """
-    with rolled_back(subject.model, subject.optimizer, subject.compiled.state.tensors):
+    with subject.compiled.state.rolled_back(subject.model, subject.optimizer):
         captured, clipped, updated = _record_eager(subject)
     compiled, variant = subject.compiled, subject.variant
     is_window = compiled.state.window is not None
@@ -200,7 +199,7 @@ def first_difference(subject: Subject) -> tuple[str | None, str]:
     if not variant.may_round and not is_window:
         expected |= _expected(variant.graph, clipped, (Phase.NORM,))
         expected |= _expected(variant.update.graph, updated, (Phase.UPDATE,))
-    with rolled_back(subject.model, subject.optimizer, subject.compiled.state.tensors):
+    with subject.compiled.state.rolled_back(subject.model, subject.optimizer):
         inputs = subject.captured_inputs() if is_window else subject.inputs()
         for node, values in run_nodes(graph, inputs):
             eager_call = expected.get(node.meta["key"].name)

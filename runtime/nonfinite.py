@@ -25,7 +25,6 @@ from ..graph import (
     written_nodes,
 )
 from .interpret import Values, run_nodes
-from .rollback import rolled_back
 
 if TYPE_CHECKING:
     from .compiled import CompiledBatch, Variant
@@ -265,7 +264,7 @@ def first_nonfinite(
     captured = compiled.step.graph
     report = NonfiniteReport()
     for graph in (captured, variant.graph):
-        with rolled_back(model, optimizer, compiled.state.tensors):
+        with compiled.state.rolled_back(model, optimizer):
             inputs = compiled.inputs(variant, flatten_batch(batch.copied()))
             by_spec = dict(zip(variant.graph.inputs, inputs, strict=True))
             report = find_nonfinite(graph, [by_spec[spec] for spec in graph.inputs])

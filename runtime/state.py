@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..graph import InputRole, InputSpec
 from .loss_scale import Scaler
 from .masters import Masters
+from .rollback import rolled_back
 from .window import Window
 
 
@@ -25,6 +29,15 @@ class StepState:
     scaler: Scaler | None = None
     masters: Masters = field(default_factory=lambda: Masters([]))
     window: Window | None = None
+
+    @contextmanager
+    def rolled_back(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """As :func:`rolled_back`, with the step's own tensors. Undoing writes parameters, whose masters stand for them still."""
+        try:
+            with rolled_back(model, optimizer, self.tensors):
+                yield
+        finally:
+            self.masters.note()
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -18,7 +18,6 @@ from .compiled import CompiledBatch, Variant
 from .localize import Subject, first_difference, run_eager
 from .options import StepOptions
 from .result import describe_nonfinite
-from .rollback import rolled_back
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ def verify_step(
     subject = Subject(model, optimizer, call, compiled, variant, batch, options)
     named = {f"parameter {held.key}": held.tensor for held in tensors_of(model).params} if variant.may_round else {}
     before = {name: _copied(param) for name, param in named.items()}
-    with rolled_back(model, optimizer, compiled.state.tensors):
+    with compiled.state.rolled_back(model, optimizer):
         eager = dict(_values(subject, *run_eager(subject)))
         grads = {name: _copied(param.grad) for name, param in named.items() if param.grad is not None}
-    with rolled_back(model, optimizer, compiled.state.tensors):
+    with compiled.state.rolled_back(model, optimizer):
         outputs = subject.run_graph()
         graph = dict(_values(subject, *_results(subject, outputs)))
     skipped = _skip_reason(compiled, variant, outputs)

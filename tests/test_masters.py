@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +183,36 @@ def test_the_fast_tier_has_masters_too(numerics: Any) -> None:
     for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-3)
     assert fast.verify(fixtures.rows(1, 4, 8)).ok
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("look", ["verify", "find_nonfinite"])
+def test_looking_at_a_step_leaves_its_masters_alone(look: str, accumulate: int) -> None:
+    plain, looked = build(torch.bfloat16), build(torch.bfloat16)
+    steps = [
+        sg.compile_train_step(m, torch.optim.SGD(m.parameters(), lr=1e-4), loss_fn=mean_square, accumulate=accumulate)
+        for m in (plain, looked)
+    ]
+    x = fixtures.rows(1, 4, 8).bfloat16()
+    for _ in range(60):
+        for step in steps:
+            step(x)
+        getattr(steps[1], look)(x)
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), looked.parameters(), strict=True))
+    masters = [step._state.masters.tensors for step in steps]
+    assert all(torch.equal(masters[0][key], masters[1][key]) for key in masters[0])
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in masters[1].values()), "they hold more than 16 bit"
+
+
+def test_a_checkpoint_after_weights_were_written_has_their_masters(tmp_path: Path) -> None:
+    model = build(torch.bfloat16)
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=mean_square)
+    x = fixtures.rows(1, 4, 8).bfloat16()
+    step(x)
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    step.save(tmp_path)
+    step(x)
+    want = [p.clone() for p in model.parameters()]
+    step.load(tmp_path)
+    step(x)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), want, strict=True))
