@@ -32,7 +32,7 @@ class StepState:
 
     @contextmanager
     def rolled_back(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """As :func:`rolled_back`, with the step's own tensors. Undoing writes parameters, whose masters stand for them still."""
+        """As :func:`rolled_back`, with the step's own tensors. Undoing writes parameters; their masters stay theirs."""
         try:
             with rolled_back(model, optimizer, self.tensors):
                 yield
