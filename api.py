@@ -294,7 +294,7 @@ class TrainStep:
             raise
         program.binding.store(outputs)
         self._state.window.take(weight, program.gradients(outputs))
-        return self._without_update(compiled, program, outputs)
+        return self._without_update(program.first(OutputRole.LOSS, outputs), compiled.aux_of(program, outputs))
 
     def _leave_out(self, batch: Any) -> StepResult:
         """Runs forward and backward of a batch of weight 0, for what they do to buffers and random streams."""
@@ -304,7 +304,7 @@ class TrainStep:
         compiled, program, flat = self._captures.find(batch, None, is_micro=True)
         outputs = self._captures.run(compiled, program, flat)
         program.binding.store(outputs)
-        result = self._without_update(compiled, program, outputs)
+        result = self._without_update(program.first(OutputRole.LOSS, outputs), compiled.aux_of(program, outputs))
         if window is not None:
             window.take(0.0, {})
             if window.count < window.size:
@@ -315,12 +315,11 @@ class TrainStep:
         """Ends a window with what it holds."""
         window = self._state.window
         if window is None or not window.weight_sum:
+            result = self._without_update(None, None, skip_reason="the weights of its batches sum to 0")
             self._tally.updates += 1
-            reason = "the weights of its batches sum to 0"
-            self._tally.skipped(reason)
+            self._tally.skipped(str(result.skip_reason))
             if window is not None:
                 window.clear()
-            result = StepResult(None, None, None, None, True, reason, False, self._tally.updates, self._loss_scale)
             self._note(result)
             return result
         window.expect(0.0)
@@ -335,14 +334,14 @@ class TrainStep:
     def _loss_scale(self) -> float | None:
         return None if self._state.scaler is None else self._state.scaler.value
 
-    def _without_update(self, compiled: CompiledBatch, program: Program, outputs: list[Any]) -> StepResult:
+    def _without_update(self, loss: Tensor | None, aux: Any, skip_reason: str | None = None) -> StepResult:
         return StepResult(
-            loss=program.first(OutputRole.LOSS, outputs),
-            aux=compiled.aux_of(program, outputs),
+            loss=loss,
+            aux=aux,
             grad_norm=None,
             clip_factor=None,
-            skipped=False,
-            skip_reason=None,
+            skipped=skip_reason is not None,
+            skip_reason=skip_reason,
             applied=False,
             step=self._tally.updates + 1,
             loss_scale=self._loss_scale,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class StepGraphError(Exception):
     """Base of everything that stepgraph raises on purpose."""
@@ -66,3 +68,8 @@ class NonFiniteError(StepGraphError, ArithmeticError):
 
 class VerificationError(StepGraphError, AssertionError):
     """A graph broke a rule of the verifier: a defect of stepgraph, or of a pass that was added to it."""
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first three names, for messages."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError, ConfigError
+from ..graph import HALF_DTYPES
 from ..torch_compat import FakeTensor, pytree, storage_key
 
 
@@ -80,7 +81,7 @@ class LossCall:
 
 
 def _widened(value: Any) -> Any:
-    is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    is_half = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
     return value.float() if is_half else value
 
 

@@ -12,6 +12,7 @@ from .operands import argument as argument
 from .operands import arguments_by_name as arguments_by_name
 from .operands import freeze as freeze
 from .operands import nodes_in as nodes_in
+from .spec import HALF_DTYPES as HALF_DTYPES
 from .spec import InputRole as InputRole
 from .spec import InputSpec as InputSpec
 from .spec import LogicalKey as LogicalKey

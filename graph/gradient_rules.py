@@ -121,7 +121,8 @@ def gradients_are_averaged_once(graph: StepGraph) -> Iterator[str]:
 
 
 def _divided_once(graph: StepGraph, divisor: fx.Node | None, origin: str, done: str) -> Iterator[str]:
-    if graph.output_of(OutputRole.NORM) is None:
+    """Without the input ``divisor`` no call can derive from it."""
+    if divisor is None or graph.output_of(OutputRole.NORM) is None:
         return
     grads = gradients_of(graph)
     by_storage = {key: grad for grad in grads for key in storages_of(grad)}
@@ -138,10 +139,9 @@ def _divided_once(graph: StepGraph, divisor: fx.Node | None, origin: str, done: 
                 yield f"the gradient {name_of(grad)} is {done} after its norm is taken or it is clipped"
         elif origins[node].isdisjoint((_SCALE, _WEIGHTS)):
             seen.update(written, nodes_in(node.args))
-    expected = int(divisor is not None)
     for grad in grads:
-        if counts[grad] != expected:
-            yield f"the gradient {name_of(grad)} is {done} {counts[grad]} times, not {expected}"
+        if counts[grad] != 1:
+            yield f"the gradient {name_of(grad)} is {done} {counts[grad]} times, not 1"
 
 
 def accumulators_are_added_to_once(graph: StepGraph) -> Iterator[str]:
@@ -149,6 +149,8 @@ def accumulators_are_added_to_once(graph: StepGraph) -> Iterator[str]:
 
     Norm and clip are for the average over the window, not for a micro-batch.
     """
+    if graph.output_of(OutputRole.LOSS_SUM) is None and not graph.input_nodes(InputRole.ACCUMULATOR):
+        return
     specs = zip(graph.placeholders, graph.inputs, strict=True)
     accumulators = {key: n for n, s in specs if s.role is InputRole.ACCUMULATOR for key in storages_of(n)}
     writes: Counter[fx.Node] = Counter()
@@ -174,20 +176,22 @@ def accumulators_are_added_to_once(graph: StepGraph) -> Iterator[str]:
             yield f"the accumulator {accumulator.name} becomes no gradient"
 
 
-_SCALE, _WEIGHTS, _NORM = "loss scale", "weights of the window", "norm"
+_SCALE, _WEIGHTS = "loss scale", "weights of the window"
 
 
 def _origins_of_factors(graph: StepGraph) -> dict[fx.Node, set[str]]:
-    """For each call of the norm phase, what the numbers in it derive from besides gradients."""
+    """For each call of the norm phase, which of these its numbers derive from, other than through gradients and their norm."""
     norm = graph.output_of(OutputRole.NORM)
     origins: dict[fx.Node, set[str]] = defaultdict(set)
     for node in graph.input_nodes(InputRole.SCALER).values():
         origins[node] = {_SCALE}
     if (weights := graph.input_nodes(InputRole.WINDOW).get("weight_sum")) is not None:
         origins[weights] = {_WEIGHTS}
+    if not origins:
+        return origins
     for node in graph.calls:
         if node.meta["phase"] is Phase.NORM:
-            origins[node] = {_NORM} if node is norm else set().union(*(origins[n] for n in node.all_input_nodes))
+            origins[node] = set() if node is norm else set().union(*(origins[n] for n in node.all_input_nodes))
     return origins
 
 

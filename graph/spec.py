@@ -123,6 +123,7 @@ class LogicalKey:
         return f"{self.name} {describe_type(self.shape, self.dtype)}"
 
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 _SHORT_DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",

@@ -155,6 +155,11 @@ class StepGraph:
         self.inputs.append(spec)
         return node
 
+    def add_number_input(self, spec: InputSpec, dtype: torch.dtype, device: torch.device, name: str) -> fx.Node:
+        """Adds a placeholder for a 0-dim tensor after the existing ones."""
+        with self.fake_mode:
+            return self.add_input(spec, torch.empty((), dtype=dtype, device=device), name)
+
     def drop_unused_inputs(self, roles: Iterable[InputRole]) -> None:
         """Removes placeholders of these roles that nothing reads."""
         droppable = set(roles)

@@ -1,7 +1,6 @@
 """Floor 3: rewrites of the step graph, one file a pass."""
 
 from .accumulate import Accumulate as Accumulate
-from .accumulate import accumulator_dtype as accumulator_dtype
 from .accumulate import flush_graph as flush_graph
 from .base import Pass as Pass
 from .base import PassResult as PassResult

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph
+from ..graph import HALF_DTYPES, InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph
 from .base import Pass, PassResult
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def flush_graph(captured: StepGraph) -> StepGraph:
     for node, spec in zip(captured.placeholders, captured.inputs, strict=True):
         if spec.role is InputRole.PARAM:
             graph.add_input(spec, node.meta["val"], node.name)
-    total = _window_input(graph, "loss_sum")
+    total = add_window_input(graph, "loss_sum")
     graph.set_outputs([total, total], [OutputSpec(OutputRole.LOSS), OutputSpec(OutputRole.LOSS_SUM)])
     return graph
 
@@ -81,7 +81,7 @@ def _only_output() -> fx.Graph:
 def _added(graph: StepGraph, key: str, param: fx.Node, grad: fx.Node | None) -> fx.Node:
     like: Tensor = (param if grad is None else grad).meta["val"]
     with graph.fake_mode, torch.no_grad():
-        fake = torch.empty_like(like, dtype=accumulator_dtype(like.dtype))
+        fake = torch.empty_like(like, dtype=_accumulator_dtype(like.dtype))
     held = graph.add_input(InputSpec(InputRole.ACCUMULATOR, key), fake, "accumulator")
     if grad is None:
         with graph.graph.inserting_before(graph.output_node):
@@ -90,14 +90,14 @@ def _added(graph: StepGraph, key: str, param: fx.Node, grad: fx.Node | None) -> 
         return _call(graph, key, aten.add_.Tensor, held, grad)
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums of 16-bit gradients are kept in float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in HALF_DTYPES else dtype
 
 
 def _add_loss(graph: StepGraph, weight: _Weight | None) -> fx.Node:
     loss: fx.Node = graph.output_of(OutputRole.LOSS)
-    total = _window_input(graph, "loss_sum")
+    total = add_window_input(graph, "loss_sum")
     phase = loss.meta["phase"]
 
     def after(node: fx.Node, target: Any, *args: Any) -> fx.Node:
@@ -117,7 +117,7 @@ class _Weight:
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
-        self.input = _window_input(graph, "weight")
+        self.input = add_window_input(graph, "weight")
         self._cast: dict[torch.dtype, fx.Node] = {torch.float64: self.input}
 
     def like(self, grad: Tensor) -> fx.Node:
@@ -135,12 +135,10 @@ class _Weight:
         return self._cast[grad.dtype]
 
 
-def _window_input(graph: StepGraph, key: str) -> fx.Node:
+def add_window_input(graph: StepGraph, key: str) -> fx.Node:
     """The number of the window with this name: 0-dim float64 on the parameters' device."""
     device = next(iter(graph.input_nodes(InputRole.PARAM).values())).meta["val"].device
-    with graph.fake_mode:
-        fake = torch.empty((), dtype=torch.float64, device=device)
-    return graph.add_input(InputSpec(InputRole.WINDOW, key), fake, key)
+    return graph.add_number_input(InputSpec(InputRole.WINDOW, key), torch.float64, device, key)
 
 
 def _call(graph: StepGraph, key: str, target: Any, *args: Any) -> fx.Node:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import fx
 
-from ..device import norm_uses_foreach
-from ..graph import InputRole, InputSpec, OutputRole, Phase, StepGraph
+from ..graph import OutputRole, Phase, StepGraph
+from .accumulate import add_window_input
 from .base import Pass, PassResult
-from .grad_norm import add_norm_call, grad_groups
+from .grad_norm import add_norm_call, change_gradients
 
 aten = torch.ops.aten
 
@@ -29,22 +30,20 @@ class Average(Pass):
     separate: bool = False
 
     def run(self, graph: StepGraph) -> PassResult:
-        grads = list(graph.output_nodes(OutputRole.GRAD).values())
-        device = grads[0].meta["val"].device
-        with graph.fake_mode:
-            fake = torch.empty((), dtype=torch.float64, device=device)
-        total = graph.add_input(InputSpec(InputRole.WINDOW, "weight_sum"), fake, "weight_sum")
-        touched = 0
-        with graph.graph.inserting_before(graph.output_node):
-            for group in grad_groups(grads):
-                touched += len(group)
-                dtype = (
-                    group[0].meta["val"].dtype
-                )  # of a tensor without dimensions, float64 would make the result float64
-                divisor = add_norm_call(graph, aten._to_copy.default, (total,), {"dtype": dtype})
-                if not self.separate and norm_uses_foreach(group[0].meta["val"].device):
-                    add_norm_call(graph, aten._foreach_div_.Tensor, (group, divisor))
-                else:
-                    for grad in group:
-                        add_norm_call(graph, aten.div_.Tensor, (grad, divisor))
-        return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": touched})
+        total = add_window_input(graph, "weight_sum")
+
+        divisors: dict[torch.dtype, fx.Node] = {}
+
+        def divisor(grad: fx.Node) -> fx.Node:
+            """In the gradient's dtype: divided by a float64, one without dimensions would become a float64."""
+            dtype = grad.meta["val"].dtype
+            if dtype not in divisors:
+                divisors[dtype] = add_norm_call(graph, aten._to_copy.default, (total,), {"dtype": dtype})
+            return divisors[dtype]
+
+        return change_gradients(
+            graph,
+            separate=self.separate,
+            together=lambda group: add_norm_call(graph, aten._foreach_div_.Tensor, (group, divisor(group[0]))),
+            alone=lambda grad: add_norm_call(graph, aten.div_.Tensor, (grad, divisor(grad))),
+        )

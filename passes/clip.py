@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from ..device import norm_uses_foreach
 from ..graph import OutputRole, OutputSpec, Phase, StepGraph
 from .base import Pass, PassResult
-from .grad_norm import add_norm_call, grad_groups
+from .grad_norm import add_norm_call, change_gradients
 
 aten = torch.ops.aten
 
@@ -33,19 +32,16 @@ class Clip(Pass):
 
     def run(self, graph: StepGraph) -> PassResult:
         norm = graph.output_of(OutputRole.NORM)
-        grads = list(graph.output_nodes(OutputRole.GRAD).values())
-        touched = 0
         with graph.graph.inserting_before(graph.output_node):
             padded = add_norm_call(graph, aten.add.Tensor, (norm, 1e-6))
             inverse = add_norm_call(graph, aten.reciprocal.default, (padded,))
             ratio = add_norm_call(graph, aten.mul.Tensor, (inverse, self.max_norm))
             factor = add_norm_call(graph, aten.clamp.default, (ratio,), {"max": 1.0})
-            for group in grad_groups(grads):
-                touched += len(group)
-                if not self.separate and norm_uses_foreach(group[0].meta["val"].device):
-                    add_norm_call(graph, aten._foreach_mul_.Tensor, (group, factor))
-                else:
-                    for grad in group:
-                        add_norm_call(graph, aten.mul_.Tensor, (grad, factor))
+        result = change_gradients(
+            graph,
+            separate=self.separate,
+            together=lambda group: add_norm_call(graph, aten._foreach_mul_.Tensor, (group, factor)),
+            alone=lambda grad: add_norm_call(graph, aten.mul_.Tensor, (grad, factor)),
+        )
         graph.set_outputs([*graph.output_values, factor], [*graph.outputs, OutputSpec(OutputRole.CLIP_FACTOR)])
-        return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": touched})
+        return result

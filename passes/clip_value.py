@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import fx
 
-from ..device import norm_uses_foreach
 from ..graph import OutputRole, OutputSpec, Phase, StepGraph
 from .base import Pass, PassResult
-from .grad_norm import add_norm_call, add_total_norm, grad_groups
+from .grad_norm import add_norm_call, add_total_norm, change_gradients
 
 aten = torch.ops.aten
 
@@ -33,17 +33,18 @@ class ClipValue(Pass):
     separate: bool = False
 
     def run(self, graph: StepGraph) -> PassResult:
-        grads = list(graph.output_nodes(OutputRole.GRAD).values())
-        touched = 0
-        with graph.graph.inserting_before(graph.output_node):
-            for group in grad_groups(grads):
-                touched += len(group)
-                if not self.separate and norm_uses_foreach(group[0].meta["val"].device):
-                    add_norm_call(graph, aten._foreach_clamp_min_.Scalar, (group, -self.clip_value))
-                    add_norm_call(graph, aten._foreach_clamp_max_.Scalar, (group, self.clip_value))
-                else:
-                    for grad in group:
-                        add_norm_call(graph, aten.clamp_.default, (grad, -self.clip_value, self.clip_value))
+        limit = self.clip_value
+
+        def together(group: list[fx.Node]) -> None:
+            add_norm_call(graph, aten._foreach_clamp_min_.Scalar, (group, -limit))
+            add_norm_call(graph, aten._foreach_clamp_max_.Scalar, (group, limit))
+
+        result = change_gradients(
+            graph,
+            separate=self.separate,
+            together=together,
+            alone=lambda grad: add_norm_call(graph, aten.clamp_.default, (grad, -limit, limit)),
+        )
         clipped, _ = add_total_norm(graph, self.norm_type)
         graph.set_outputs([*graph.output_values, clipped], [*graph.outputs, OutputSpec(OutputRole.CLIPPED_NORM)])
-        return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": touched})
+        return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,6 +70,29 @@ def add_norm_call(
 ) -> fx.Node:
     """Adds a call of the norm phase; its module is the stage, ``norm``."""
     return graph.add_call(target, args, kwargs, module="norm", phase=Phase.NORM)
+
+
+def change_gradients(
+    graph: StepGraph, *, separate: bool, together: Callable[[list[fx.Node]], object], alone: Callable[[fx.Node], object]
+) -> PassResult:
+    """Adds calls, at the end of the graph, that change every gradient in place.
+
+    Args:
+        separate: whether each gradient is changed on its own; otherwise as eager's kernels do on the gradients' device.
+        together: adds the calls for gradients of one device and dtype.
+        alone: adds the call for one gradient.
+    """
+    grads = list(graph.output_nodes(OutputRole.GRAD).values())
+    touched = 0
+    with graph.graph.inserting_before(graph.output_node):
+        for group in grad_groups(grads):
+            touched += len(group)
+            if not separate and norm_uses_foreach(group[0].meta["val"].device):
+                together(group)
+            else:
+                for grad in group:
+                    alone(grad)
+    return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": touched})
 
 
 def grad_groups(grads: list[fx.Node]) -> list[list[fx.Node]]:

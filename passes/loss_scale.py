@@ -48,9 +48,7 @@ class ScaleLoss(Pass):
 
 def add_scale_input(graph: StepGraph, device: torch.device) -> fx.Node:
     """The loss scale as an input, 0-dim float32."""
-    with graph.fake_mode:
-        fake = torch.empty((), dtype=torch.float32, device=device)
-    return graph.add_input(InputSpec(InputRole.SCALER, "scale"), fake, "loss_scale")
+    return graph.add_number_input(InputSpec(InputRole.SCALER, "scale"), torch.float32, device, "loss_scale")
 
 
 def _seed_of(graph: StepGraph) -> fx.Node:

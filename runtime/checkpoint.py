@@ -80,7 +80,7 @@ def restore(subjects: Subjects, state: dict[str, Any], *, strict: bool = True) -
         ConfigError: a list of what is missing, left over, or of another shape or dtype.
     """
     model_state, optimizer_state, own = _parts(state)
-    problems = _model_problems(subjects.model, model_state)
+    problems = _tensor_problems("model:", subjects.model.state_dict(), model_state)
     ordered, found = _ordered(subjects, optimizer_state, own)
     problems += found
     if own is not None:
@@ -127,10 +127,6 @@ def _tensor_problems(what: str, here: dict[str, Tensor], saved: dict[str, Tensor
     return problems
 
 
-def _model_problems(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
-    return _tensor_problems("model:", model.state_dict(), saved)
-
-
 def _restore_model(model: nn.Module, saved: dict[str, Tensor]) -> None:
     here = model.state_dict()
     fitting = {
@@ -174,9 +170,8 @@ def _ordered(
         numbers.update(zip(names, group["params"], strict=True))
     state, groups, position = {}, [], 0
     params = {held.key: held.tensor for held in tensors_of(subjects.model).params}
-    kinds: dict[
-        tuple[int, int], set[frozenset[str]]
-    ] = {}  # by group, and by dimensions, which factored states depend on
+    # which entries there are, by group and by dimensions, which factored states depend on
+    kinds: dict[tuple[int, int], set[frozenset[str]]] = {}
     for index, (group, names) in enumerate(zip(saved["param_groups"], here, strict=True)):
         groups.append({**group, "params": list(range(position, position + len(names)))})
         for name in names:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..capture import HeldTensor
-from ..errors import ConfigError
+from ..errors import ConfigError, some_of
+from ..graph import HALF_DTYPES
 from .options import StepOptions
-
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Masters:
@@ -134,7 +133,7 @@ def refuse_16_bit_parameters(params: list[HeldTensor], options: StepOptions) -> 
     if held:
         lost = "what the loss scale is for" if options.accumulate == 1 else "most of what micro-batches add"
         raise ConfigError(
-            f"parameters are held in 16 bit ({', '.join(held[:3])}{', ...' if len(held) > 3 else ''}), so their gradients are "
+            f"parameters are held in 16 bit ({some_of(held)}), so their gradients are "
             f"too, and would lose {lost}. Pass master_weights=True, which makes float32 gradients of them, or keep the model "
             "in float32, which autocast casts."
         )

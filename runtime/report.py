@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from ..capture import CapturedUpdate
-from ..graph import InputRole
+from ..graph import HALF_DTYPES, InputRole
 from .compiled import CompiledBatch, Variant
-from .masters import HALF_DTYPES
 
 
 def describe_compiled(number: int, compiled: CompiledBatch) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture import warn_user
-from ..errors import ConfigError
+from ..errors import ConfigError, some_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def warn_of_batch_norm(model: nn.Module, size: int) -> None:
     names = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if names:
         warn_user(
-            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} normalises each micro-batch by its own statistics, and "
+            f"{some_of(names)} normalises each micro-batch by its own statistics, and "
             f"updates its running ones {size} times per update: accumulate={size} is not one large batch. LayerNorm, RMSNorm "
             "and GroupNorm do not differ."
         )

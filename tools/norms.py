@@ -86,7 +86,8 @@ def norm_report(path: Path) -> tuple[NormReport, list[tuple[int, float, float]]]
     if len(late) < 2:
         raise ConfigError(f"{path} holds {len(points)} L2 norms of applied updates; a distribution needs more")
     norms = sorted(before for _, before, _ in late)
-    quantiles = {q: _quantile(norms, q) for q in (0.05, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)}
+    percentiles = statistics.quantiles(norms, n=100, method="inclusive")  # the first is the 1st
+    quantiles = {p / 100: percentiles[p - 1] for p in (5, 25, 50, 75, 90, 99)} | {1.0: norms[-1]}
     return (
         NormReport(
             steps=len(rows),
@@ -99,14 +100,6 @@ def norm_report(path: Path) -> tuple[NormReport, list[tuple[int, float, float]]]
         ),
         points,
     )
-
-
-def _quantile(ordered: list[float], q: float) -> float:
-    """Linear interpolation between order statistics."""
-    position = q * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def _threshold(path: Path) -> float | None:
