@@ -89,24 +89,35 @@ def _ratio_of_medians(pairs: list[tuple[float, float]]) -> float:
     return statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
 
 
-def measure(candidates: dict[str, Callable[[], Any]], *, rounds: int, calls: int = 1) -> Measurement:
+def measure(
+    candidates: dict[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    before: dict[str, Callable[[], Any]] | None = None,
+) -> Measurement:
     """Runs ``candidates`` in turns until ``rounds`` undisturbed rounds were kept, for at most three times as many.
+
+    Args:
+        before: what a candidate needs done before each call, which is not counted.
 
     Raises:
         RuntimeError: fewer than a third of ``rounds`` were undisturbed.
     """
-    for call in candidates.values():
+    before = before or {}
+    for name, call in candidates.items():
+        before.get(name, _nothing)()
         call()
     kept: list[dict[str, float]] = []
     controls: list[float] = []
     tried = 0
     while len(kept) < rounds and tried < 3 * rounds:
         tried += 1
-        before = control_seconds()
-        times = {name: _median_seconds(call, calls) for name, call in candidates.items()}
-        after = control_seconds()
-        controls += [before, after]
-        if abs(after - before) <= LARGEST_CONTROL_CHANGE * min(after, before):
+        start = control_seconds()
+        times = {name: _median_seconds(call, calls, before.get(name, _nothing)) for name, call in candidates.items()}
+        end = control_seconds()
+        controls += [start, end]
+        if abs(end - start) <= LARGEST_CONTROL_CHANGE * min(end, start):
             kept.append(times)
     if 3 * len(kept) < rounds:
         raise RuntimeError(
@@ -117,9 +128,14 @@ def measure(candidates: dict[str, Callable[[], Any]], *, rounds: int, calls: int
     return Measurement(seconds, discarded=tried - len(kept), control_seconds=statistics.median(controls))
 
 
-def _median_seconds(call: Callable[[], Any], calls: int) -> float:
+def _nothing() -> None:
+    pass
+
+
+def _median_seconds(call: Callable[[], Any], calls: int, before: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(calls):
+        before()
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)

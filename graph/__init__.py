@@ -8,6 +8,7 @@ from .effects import is_scalar_function as is_scalar_function
 from .effects import picks_indices as picks_indices
 from .effects import writes_of as writes_of
 from .effects import written_nodes as written_nodes
+from .gradient_rules import gradients_of as gradients_of
 from .operands import argument as argument
 from .operands import arguments_by_name as arguments_by_name
 from .operands import freeze as freeze
@@ -24,6 +25,7 @@ from .spec import short_dtype as short_dtype
 from .spec import type_of as type_of
 from .step_graph import StepGraph as StepGraph
 from .step_graph import family_of as family_of
+from .step_graph import name_of as name_of
 from .storage import StorageMap as StorageMap
 from .storage import storage_bytes as storage_bytes
 from .storage import storages_of as storages_of

@@ -8,18 +8,13 @@ from collections.abc import Iterator
 from torch import fx
 
 from .effects import effects_of, written_nodes
+from .folded_rules import gradient_behind, is_folded
 from .operands import nodes_in
 from .spec import InputRole, OutputRole, Phase
-from .step_graph import StepGraph, family_of
+from .step_graph import StepGraph, family_of, name_of
 from .storage import storages_of
 
 CAPTURED_PHASES = (Phase.FORWARD, Phase.BACKWARD)
-
-
-def name_of(node: fx.Node) -> str:
-    """The node's logical key in messages; its FX name where it has none."""
-    key = node.meta.get("key")
-    return key.name if key is not None else node.name
 
 
 def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
@@ -40,21 +35,22 @@ def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
 
 
 def gradients_of(graph: StepGraph) -> list[fx.Node]:
-    """The gradients: outputs before the update is joined, afterwards what it takes from the phases before it."""
+    """The gradients: outputs before the update is joined, afterwards what it takes of the captured phases, or multiples of."""
     if grads := list(graph.output_nodes(OutputRole.GRAD).values()):
         return grads
     found: dict[fx.Node, None] = {}
     for node in graph.calls:
         if node.meta["phase"] is Phase.UPDATE:
             for operand in node.all_input_nodes:
-                if operand.op == "call_function" and operand.meta["phase"] in CAPTURED_PHASES:
-                    found[operand] = None
+                grad = gradient_behind(operand) or operand
+                if grad.op == "call_function" and grad.meta["phase"] in CAPTURED_PHASES:
+                    found[grad] = None
     return list(found)
 
 
 def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
     """Each gradient enters the norm once, then is scaled once or clamped on both sides once, under clipping, never without."""
-    if graph.output_of(OutputRole.NORM) is None:
+    if graph.output_of(OutputRole.NORM) is None or is_folded(graph):
         return
     expected = 1 if graph.output_of(OutputRole.CLIP_FACTOR) is not None else 0
     is_taken_again = graph.output_of(OutputRole.CLIPPED_NORM) is not None
@@ -122,7 +118,7 @@ def gradients_are_averaged_once(graph: StepGraph) -> Iterator[str]:
 
 def _divided_once(graph: StepGraph, divisor: fx.Node | None, origin: str, done: str) -> Iterator[str]:
     """Without the input ``divisor`` no call can derive from it."""
-    if divisor is None or graph.output_of(OutputRole.NORM) is None:
+    if divisor is None or graph.output_of(OutputRole.NORM) is None or is_folded(graph):
         return
     grads = gradients_of(graph)
     by_storage = {key: grad for grad in grads for key in storages_of(grad)}

@@ -77,27 +77,36 @@ def _fake_pack(numbers: list[float], dtype: torch.dtype) -> Tensor:
 
 
 _define("pack(Scalar[] numbers, ScalarType dtype) -> Tensor", pack, _fake_pack)
+_define("reciprocals(Tensor numbers) -> Tensor", torch.reciprocal, torch.empty_like)
 
 
 # torch's fused optimizer kernels take Python floats, which specialises a symbolic hyperparameter to its value. Each twin
-# takes the same arguments as `Scalar`, which stays symbolic, and calls torch's kernel when it runs.
+# takes the same arguments as `Scalar`, which stays symbolic, and calls torch's kernel when it runs. A second twin of each takes
+# a number to divide gradients by as well, 0-dim float32; torch's kernel then writes the quotients over the gradients.
 _SCALER_ARGUMENTS = ("grad_scale", "found_inf")
 FUSED_KERNELS = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 
 
-def _define_twin(kernel: str) -> Callable[..., None]:
+def _define_twin(kernel: str, *, scales: bool) -> Any:
     overload = getattr(torch.ops.aten, kernel).default
     arguments = [a for a in overload._schema.arguments if a.name not in _SCALER_ARGUMENTS]
-    declared = ", ".join(_declaration(a, position) for position, a in enumerate(arguments))
-    name = kernel.removeprefix("_")
+    declared = [_declaration(a, position, scales) for position, a in enumerate(arguments)]
+    declared += ["Tensor grad_scale"] if scales else []
+    name = kernel.removeprefix("_").removesuffix("_") + ("_scaled_" if scales else "_")
     positional = sum(not a.kwarg_only for a in arguments)
+    names = [a.name for a in arguments[positional:]] + (["grad_scale"] if scales else [])
 
     def run(*args: Any) -> None:
-        names = [a.name for a in arguments[positional:]]
         overload(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 
-    _define(f"{name}({declared}) -> ()", run, lambda *args: None)
-    twin = getattr(torch.ops.stepgraph, name)
+    _define(f"{name}({', '.join(declared)}) -> ()", run, lambda *args: None)
+    return getattr(torch.ops.stepgraph, name)
+
+
+def _replacement(kernel: str, twin: Any) -> Callable[..., None]:
+    """What takes the place of torch's kernel in a trace."""
+    schema = getattr(torch.ops.aten, kernel).default._schema
+    arguments = [a for a in schema.arguments if a.name not in _SCALER_ARGUMENTS]
 
     def replacement(*args: Any, grad_scale: None = None, found_inf: None = None, **kwargs: Any) -> None:
         if grad_scale is not None or found_inf is not None:
@@ -113,16 +122,19 @@ def _as_scalar(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _declaration(argument: Any, position: int) -> str:
+def _declaration(argument: Any, position: int, scales: bool) -> str:
     kind = str(argument.type)
     if kind == "float":
         return f"Scalar {argument.name}"
     if kind == "List[Tensor]":
-        is_read_only = argument.name == "grads"  # written by torch's kernels only under grad_scale
+        is_read_only = argument.name == "grads" and not scales
         return f"Tensor[] {argument.name}" if is_read_only else f"Tensor(a{position}!)[] {argument.name}"
     return f"{kind} {argument.name}"
 
 
-FUSED_TWINS: dict[str, Callable[..., None]] = {
-    kernel: _define_twin(kernel) for kernel in FUSED_KERNELS if hasattr(torch.ops.aten, kernel)
+_KERNELS_HERE = [kernel for kernel in FUSED_KERNELS if hasattr(torch.ops.aten, kernel)]
+_TWINS = {kernel: _define_twin(kernel, scales=False) for kernel in _KERNELS_HERE}
+FUSED_TWINS: dict[str, Callable[..., None]] = {kernel: _replacement(kernel, twin) for kernel, twin in _TWINS.items()}
+SCALED_TWINS: dict[Any, Any] = {
+    twin.default: _define_twin(kernel, scales=True).default for kernel, twin in _TWINS.items()
 }

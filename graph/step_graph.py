@@ -213,3 +213,9 @@ def family_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return getattr(target, "__name__", str(target))
+
+
+def name_of(node: fx.Node) -> str:
+    """The node's logical key in messages; its FX name where it has none."""
+    key = node.meta.get("key")
+    return key.name if key is not None else node.name

@@ -17,6 +17,7 @@ from torch import fx
 from ..errors import VerificationError
 from ..torch_compat import free_unbacked_symbols
 from .effects import effects_of, picks_indices, written_nodes
+from .folded_rules import folded_gradients_are_scaled_once
 from .gradient_rules import (
     CAPTURED_PHASES,
     accumulators_are_added_to_once,
@@ -26,11 +27,10 @@ from .gradient_rules import (
     gradients_of,
     gradients_own_their_memory,
     gradients_pass_norm_and_clip_once,
-    name_of,
 )
 from .operands import freeze
 from .spec import InputRole, InputSpec, LogicalKey, OutputRole, Phase
-from .step_graph import StepGraph, family_of
+from .step_graph import StepGraph, family_of, name_of
 from .storage import StorageMap, storages_of, tensors_in, value_type_of
 
 _PHASES = list(Phase)
@@ -260,6 +260,7 @@ RULES: tuple[Rule, ...] = (
     gradients_are_unscaled_once,
     gradients_are_averaged_once,
     gradients_pass_norm_and_clip_once,
+    folded_gradients_are_scaled_once,
     gate_guards_the_update,
 )
 

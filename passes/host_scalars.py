@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
 
-from ..graph import InputRole, Phase, StepGraph, effects_of, is_scalar_function
+from ..graph import InputRole, Phase, StepGraph, argument, effects_of, is_scalar_function
 from .base import Pass, PassResult
 
 aten = torch.ops.aten
@@ -25,8 +25,9 @@ class HostScalars(Pass):
     counting steps ahead; the results are packed into one vector, and each operator reads its entry as a 0-dim tensor. So
     nothing of a schedule is compiled in, and a compiler sees tensors only. ``a + alpha * b`` and the like are spelled out.
 
-    Results differ from eager's by rounding: a scalar is rounded to the tensor's dtype before the operation, and spelled-out
-    operators round once more. Nothing is changed where an operator takes a number in a way that is not known here.
+    Results differ from eager's by rounding: a scalar is rounded to the tensor's dtype before the operation, spelled-out
+    operators round once more, and so does a quotient by a number, which becomes a product with its reciprocal. Nothing is
+    changed where an operator takes a number in a way that is not known here.
     """
 
     name: ClassVar[str] = "host_scalars"
@@ -134,15 +135,39 @@ def _call(graph: StepGraph, target: Any, args: tuple[Any, ...], module: str) -> 
     return graph.add_call(target, args, module=module, phase=Phase.UPDATE)
 
 
-def _packed(graph: StepGraph, readers: list[fx.Node]) -> dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, int]]:
-    """One vector for each dtype that numbers are needed in; the vector and position of each number."""
-    wanted = dict.fromkeys((x, _dtype_for(n)) for n in readers for x in n.all_input_nodes if _is_number(x))
-    entries: dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, int]] = {}
-    for dtype in dict.fromkeys(dtype for _, dtype in wanted):
-        numbers = [number for number, d in wanted if d is dtype]
+class _Form(NamedTuple):
+    """A number as an operator needs it."""
+
+    number: fx.Node
+    dtype: torch.dtype
+    is_divisor: bool
+
+
+Entries = dict[_Form, tuple[fx.Node, int]]
+
+
+def _packed(graph: StepGraph, readers: list[fx.Node]) -> Entries:
+    """One vector for each dtype that numbers are needed in, and one of reciprocals; the vector and position of each number."""
+    wanted = dict.fromkeys(_form_of(x, n) for n in readers for x in n.all_input_nodes if _is_number(x))
+    entries: Entries = {}
+    for dtype, is_divisor in dict.fromkeys((form.dtype, form.is_divisor) for form in wanted):
+        forms = [form for form in wanted if (form.dtype, form.is_divisor) == (dtype, is_divisor)]
+        numbers = [form.number for form in forms]
         vector = _call(graph, torch.ops.stepgraph.pack.default, (numbers, dtype), "optimizer")
-        entries.update(((number, dtype), (vector, i)) for i, number in enumerate(numbers))
+        if is_divisor:
+            vector = _call(graph, torch.ops.stepgraph.reciprocals.default, (vector,), "optimizer")
+        entries.update((form, (vector, position)) for position, form in enumerate(forms))
     return entries
+
+
+def _form_of(number: fx.Node, reader: fx.Node) -> _Form:
+    return _Form(number, _dtype_for(reader), _divides_by(reader, number))
+
+
+def _divides_by(reader: fx.Node, number: fx.Node) -> bool:
+    """Whether an operator divides by a number: it then multiplies by the reciprocal, in a fraction of the time."""
+    is_division = reader.target in (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar)
+    return is_division and argument(reader, "other") is number
 
 
 def _dtype_for(reader: fx.Node) -> torch.dtype:
@@ -214,10 +239,8 @@ def _can_take_tensors(node: fx.Node) -> bool:
     return _stem(node.target) in _SPELLINGS and isinstance(node.args[0], fx.Node) and not _is_number(node.args[0])
 
 
-def _take_tensors(
-    graph: StepGraph, node: fx.Node, entries: dict[tuple[fx.Node, torch.dtype], tuple[fx.Node, int]]
-) -> None:
-    module, dtype = node.meta["key"].module, _dtype_for(node)
+def _take_tensors(graph: StepGraph, node: fx.Node, entries: Entries) -> None:
+    module = node.meta["key"].module
 
     def call(target: Any, *args: Any) -> fx.Node:
         return _call(graph, target, args, module)
@@ -226,11 +249,13 @@ def _take_tensors(
     schema = node.target._schema
     with graph.graph.inserting_before(node):
         numbers = dict.fromkeys(n for n in node.all_input_nodes if _is_number(n))
-        tensors = {n: call(aten.select.int, entries[n, dtype][0], 0, entries[n, dtype][1]) for n in numbers}
+        forms = {n: _form_of(n, node) for n in numbers}
+        tensors = {n: call(aten.select.int, entries[form][0], 0, entries[form][1]) for n, form in forms.items()}
         given = {a.name: a.default_value for a in schema.arguments}
         given |= dict(zip(given, node.args, strict=False)) | node.kwargs
         given = {name: fx.map_arg(v, lambda n: tensors.get(n, n)) for name, v in given.items()}
-        result = _SPELLINGS[_stem(node.target)](call, given)
+        divides = any(form.is_divisor for form in forms.values())
+        result = _SPELLINGS["mul" if divides else _stem(node.target)](call, given)
         if effects_of(node).writes:
             result = call(aten.copy_.default, node.args[0], result)
             result.meta["trace_index"] = node.meta["trace_index"]

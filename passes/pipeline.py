@@ -18,6 +18,7 @@ from .base import Pass, PassResult
 from .clean import Clean
 from .clip import Clip
 from .clip_value import ClipValue
+from .fold import Fold
 from .fp32_gradients import Fp32Gradients
 from .grad_norm import GradNorm
 from .host_scalars import HostScalars
@@ -27,7 +28,7 @@ from .unscale import Unscale
 from .update import Update
 
 _ALL: tuple[type[Pass], ...] = (
-    ScaleLoss, Clean, Fp32Gradients, Accumulate, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update, HostScalars,
+    ScaleLoss, Clean, Fp32Gradients, Accumulate, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update, HostScalars, Fold,
 )  # fmt: skip
 PASSES: dict[str, type[Pass]] = {p.name: p for p in _ALL}
 
@@ -57,12 +58,13 @@ def training_passes(
     accumulate: Accumulate | None = None,
     has_backward: bool = True,
     for_compiler: bool = False,
+    folds: bool = False,
 ) -> list[Pass]:
     """The passes of a training step, in order.
 
     ``accumulate`` sums over a window of micro-batches; None where each batch is an update. Without
     ``has_backward``, the gradients are those of the window alone (:func:`flush_graph`). ``for_compiler`` is the fast tier:
-    clip and update in a form that a compiler can fuse, rounded differently.
+    clip and update in a form that a compiler can fuse, rounded differently. So is ``folds``: see :class:`Fold`.
     """
     if has_backward:
         passes = backward_passes(scales_loss=scales_loss, masters=masters, accumulate=accumulate)
@@ -82,6 +84,8 @@ def training_passes(
     passes.append(Update(update=update, masters=masters))
     if for_compiler:
         passes.append(HostScalars())
+    if folds:
+        passes.append(Fold(multiplies=for_compiler))
     return passes
 
 

@@ -163,6 +163,7 @@ class CompiledBatch:
                 nonfinite=options.nonfinite,
                 update=update.graph,
                 for_compiler=compiles_update,
+                folds=options.is_fast and (options.uses_inductor or not compiles_update),
             )
             records = run_passes(graph, passes)
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..graph import StepGraph, family_of, written_nodes
 from ..torch_compat import compile_with_inductor
+from .norm_lowering import add_norm, is_large_in_memory, norm_operands
 from .progress import waiting
 from .regions import Region, allocates_for_a_draw, regions_of
 
@@ -88,9 +89,18 @@ def _compile(region: Region) -> Callable[..., Any]:
             fresh = graph.call_function(torch.ops.aten.clone.default, (values[node],))  # fused away
             fresh.meta["val"] = values[node].meta["val"]
             values[node] = fresh
+    inside = frozenset(region.nodes)
+    norms: dict[fx.Node, list[fx.Node]] = {}
     for node in region.nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
-        values[node].meta = {"val": node.meta["val"]}
+        if node.target is operator.getitem and node.args[0] in norms:
+            values[node] = norms[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif operands := norm_operands(node):
+            norms[node] = [add_norm(graph, values[n], in_streams=is_large_in_memory(n, inside)) for n in operands]
+            if isinstance(node.meta["val"], torch.Tensor):
+                values[node] = norms[node][0]
+        else:
+            values[node] = graph.node_copy(node, values.__getitem__)
+            values[node].meta = {"val": node.meta["val"]}
     graph.output(tuple(values[n] for n in region.outputs))
     return compile_with_inductor(fx.GraphModule(torch.nn.Module(), graph), [n.meta["val"] for n in inputs])
 

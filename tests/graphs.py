@@ -49,10 +49,10 @@ class Subject(NamedTuple):
         run_passes(graph, backward_passes(accumulate=Accumulate(keys, frozenset(keys), weighted=True)))
         return graph
 
-    def last_of_window(self) -> StepGraph:
+    def last_of_window(self, **options: Any) -> StepGraph:
         """The graph of the last micro-batch of a window."""
         keys = tuple(self.step.grad_keys)
-        return self.rewritten(max_norm=1.0, accumulate=Accumulate(keys, frozenset(keys)))
+        return self.rewritten(max_norm=1.0, accumulate=Accumulate(keys, frozenset(keys)), **options)
 
     def rewritten(self, max_norm: float | None = None, **options: Any) -> StepGraph:
         """The graph of the whole step, which skips its update where something is not finite."""

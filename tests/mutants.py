@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from stepgraph.graph import OutputRole, Phase, StepGraph
 
 from . import fixtures, oracle
-from .graphs import own, subject
+from .graphs import Subject, own, subject
 
 
 class ReadsStatistics(nn.Module):
@@ -108,7 +108,10 @@ MODELS: dict[str, Callable[[], fixtures.Fixture]] = {
 
 
 class Graphs(NamedTuple):
-    """One step as captured, with clipping, without, with clipping under a loss scale, and in and at the end of a window."""
+    """One step as captured, with clipping, without, with clipping under a loss scale, in and at the end of a window.
+
+    Folded: at the end of a window under a loss scale, for a compiler and for fused kernels; and with clipping by value.
+    """
 
     captured: StepGraph
     clipped: StepGraph
@@ -116,18 +119,15 @@ class Graphs(NamedTuple):
     scaled: StepGraph
     micro: StepGraph
     last: StepGraph
+    folded: StepGraph
+    folded_kernels: StepGraph
+    folded_value: StepGraph
 
 
 @functools.cache
 def graphs_of(name: str) -> Graphs:
     """The graphs of a model; never changed, since mutants work on copies."""
-    fixture = MODELS[name]()
-    model = fixture.model
-    optimizer = oracle.OPTIMIZERS["sgd_momentum"](model.parameters())
-    for parameter in model.parameters():  # a first step, so that there is state to be an input
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    of = subject(fixture, optimizer)
+    of, of_fused = _subject(name, "sgd_momentum"), _subject(name, "adamw_fused")
     return Graphs(
         of.step.graph,
         of.rewritten(max_norm=1.0),
@@ -135,7 +135,20 @@ def graphs_of(name: str) -> Graphs:
         of.rewritten(max_norm=1.0, scales_loss=True),
         of.micro(),
         of.last_of_window(),
+        of.last_of_window(scales_loss=True, for_compiler=True, folds=True),
+        of_fused.last_of_window(scales_loss=True, folds=True),
+        of.rewritten(clip_value=1.0, scales_loss=True, for_compiler=True, folds=True),
     )
+
+
+def _subject(name: str, optimizer_name: str) -> Subject:
+    """A model with an optimizer that has taken a first step, so that there is state to be an input."""
+    fixture = MODELS[name]()
+    optimizer = oracle.OPTIMIZERS[optimizer_name](fixture.model.parameters())
+    for parameter in fixture.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return subject(fixture, optimizer)
 
 
 Mutate = Callable[[StepGraph], str]
