@@ -3,11 +3,11 @@
 from .attributes import AttributeWatch as AttributeWatch
 from .binding import Binding as Binding
 from .captures import Captures as Captures
-from .checkpoint import Subjects as Subjects
 from .checkpoint import read as read
 from .checkpoint import restore as restore
 from .checkpoint import state_of as state_of
 from .checkpoint import write as write
+from .checkpoint_fit import Subjects as Subjects
 from .clipping import clip_grad_norm_ as clip_grad_norm_
 from .clipping import clip_grad_value_ as clip_grad_value_
 from .clipping import register_clipping as register_clipping

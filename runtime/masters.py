@@ -46,6 +46,10 @@ class Masters:
         """Whether the parameter is held in 16 bit, and masters are wanted."""
         return key in self._params
 
+    def fits(self, key: str, master: Tensor) -> bool:
+        """Whether ``master`` can be the parameter's."""
+        return self.may_have(key) and master.dtype is torch.float32 and master.shape == self._params[key].shape
+
     def load(self, saved: dict[str, Tensor]) -> None:
         """Takes over saved masters, those of parameters that may have one."""
         self.follow()

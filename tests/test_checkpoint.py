@@ -250,10 +250,18 @@ def linear(width: int = 4, groups: int = 1, **options: Any) -> sg.TrainStep:
     return step
 
 
-def spoiled(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    state = copy.deepcopy(linear().state_dict())
+def spoiled(change: Callable[[dict[str, Any]], Any], **options: Any) -> dict[str, Any]:
+    step = linear(**options)
+    if options:
+        step(fixtures.rows(0, 2, 3))
+    state = copy.deepcopy(step.state_dict())
     change(state)
     return state
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """As a loop without stepgraph would have saved it."""
+    return {name: state[name] for name in ("model", "optimizer")}
 
 
 @pytest.mark.case("B53")
@@ -268,13 +276,35 @@ def spoiled(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
             r"0\.bias is float64\[4\], here float32\[4\]",
         ),
         (lambda s: s.pop("optimizer"), "optimizer: missing"),
-        (lambda s: s["optimizer"]["state"][0].pop("step"), "some parameters of group 0 have no step"),
+        (lambda s: s.update(optimizer=3), "optimizer: no state of an optimizer"),
+        (lambda s: s["optimizer"]["state"][0].pop("step"), r"optimizer: 0\.weight/step is missing"),
+        (lambda s: s["optimizer"]["state"].pop(2), r"optimizer: 1\.weight/exp_avg is missing"),
+        (lambda s: s["optimizer"]["state"].update({1: []}), r"0\.bias has a list"),
+        (
+            lambda s: s["optimizer"]["state"][1].update(exp_avg=torch.ones(4).half()),
+            r"0\.bias/exp_avg is float16\[4\], and was saved as float32\[4\]",
+        ),
+        (lambda s: s["optimizer"]["param_groups"][0].pop("betas"), "optimizer: group 0 has no betas"),
         (
             lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.ones(9, 9)),
             r"0\.weight/exp_avg is float32\[9, 9\]",
         ),
         (lambda s: s["stepgraph"].update(scaler={"scale": 2.0}), "loss scale: "),
         (lambda s: s["stepgraph"].update(window={"count": 1}), "window: there, here none"),
+        (lambda s: s["stepgraph"].pop("window"), "window: missing"),
+        (lambda s: s["stepgraph"].pop("tally"), "tally: missing"),
+        (lambda s: s["stepgraph"]["tally"].pop("skips"), "tally: skips is missing"),
+        (lambda s: s["stepgraph"]["tally"].update(updates=-1), "tally: updates is -1"),
+        (lambda s: s["stepgraph"].pop("random"), "random: missing"),
+        (lambda s: s["stepgraph"]["random"].pop("python"), "random streams: KeyError"),
+        (lambda s: s["stepgraph"]["random"]["torch"].update(cpu=torch.zeros(3)), "random streams: "),
+        (lambda s: s["stepgraph"].pop("extra"), "extra: missing"),
+        (lambda s: s["stepgraph"].pop("names"), "names: missing"),
+        (lambda s: s["stepgraph"].update(names=None), "names: no lists"),
+        (lambda s: s["stepgraph"].update(entries=[1]), "entries: no description"),
+        (lambda s: s["stepgraph"].update(further=1), "model: int, and should be tensors"),
+        (lambda s: s["stepgraph"].update(masters=1), "masters: no tensors"),
+        (lambda s: s.update(stepgraph=[]), "format list"),
         (lambda s: s["stepgraph"]["masters"].update({"0.bias": torch.ones(4)}), r"masters: 0\.bias has none here"),
         (lambda s: s["stepgraph"].update(format=99), "format 99"),
         (lambda s: s.pop("model"), "has no model"),
@@ -290,11 +320,94 @@ def test_what_does_not_fit_is_listed_and_changes_nothing(change: Callable[[Any],
 
 
 def test_other_groups_are_listed() -> None:
-    with pytest.raises(sg.ConfigError, match="1 parameter groups, here 2"):
-        linear(groups=2).load_state_dict(linear().state_dict())
-    plain = {name: linear().state_dict()[name] for name in ("model", "optimizer")}
-    with pytest.raises(sg.ConfigError, match=r"groups of \[4\] parameters, here of \[2, 2\]"):
-        linear(groups=2).load_state_dict(plain)
+    for state in (linear().state_dict(), plain(linear().state_dict())):
+        with pytest.raises(sg.ConfigError, match=r"groups of \[4\] parameters, here of \[2, 2\]"):
+            linear(groups=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("count"), "window: count is missing"),
+        (lambda w: w.update(count=-1), "window: count is -1"),
+        (lambda w: w.update(count=3), "window: 3 micro-batches so far, here 3 make an update"),
+        (lambda w: w.update(weight_sum=float("nan")), "window: weight_sum is nan"),
+        (lambda w: w.update(loss_sum="1"), "window: loss_sum is '1'"),
+        (lambda w: w.update(is_weighted="no"), "window: is_weighted is 'no'"),
+        (lambda w: w.update(gradients=[]), r"window: gradients is left over"),
+        (lambda w: w["gradients"].update({"9.bias": torch.ones(1)}), r"window: 9\.bias is left over"),
+        (
+            lambda w: w["gradients"].update({"0.bias": torch.ones(1)}),
+            r"window: the gradient of 0\.bias is float32\[1\], here float32\[4\]",
+        ),
+    ],
+)
+def test_a_window_that_does_not_fit_changes_nothing(change: Callable[[Any], Any], message: str) -> None:
+    state = spoiled(lambda s: change(s["stepgraph"]["window"]), accumulate=3)
+    step = linear(accumulate=3)
+    before, sums = portrait(step.model, step.optimizer), copy.deepcopy(step._state.window.state_dict())
+    with pytest.raises(sg.ConfigError, match=message):
+        step.load_state_dict(state)
+    assert_same(before, portrait(step.model, step.optimizer))
+    window = step._state.window.state_dict()
+    assert window["count"] == sums["count"] == 1
+    assert all(torch.equal(window["gradients"][k], sums["gradients"][k]) for k in sums["gradients"])
+
+
+def fresh() -> sg.TrainStep:
+    """As in a process that resumes: the optimizer has no state yet."""
+    step = linear()
+    step.optimizer.state.clear()
+    return step
+
+
+@pytest.mark.case("B53")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s["state"][0].update(exp_avg=torch.ones(3)),
+            r"0\.weight/exp_avg is float32\[3\], for a parameter of",
+        ),
+        (lambda s: s["state"][0].pop("exp_avg"), r"0\.weight/exp_avg is missing"),
+        (lambda s: s["param_groups"][0].pop("lr"), "group 0 has no lr"),
+    ],
+)
+def test_a_plain_checkpoint_is_checked_where_the_optimizer_has_no_state_yet(
+    change: Callable[[Any], Any], message: str
+) -> None:
+    state = plain(spoiled(lambda s: change(s["optimizer"])))
+    with pytest.raises(sg.ConfigError, match=message):
+        fresh().load_state_dict(state)
+    fresh().load_state_dict(plain(linear().state_dict()))
+
+
+def test_flags_that_another_version_of_torch_does_not_know_are_those_of_the_optimizer() -> None:
+    state = plain(spoiled(lambda s: s["optimizer"]["param_groups"][0].pop("decoupled_weight_decay")))
+    step = fresh()
+    step.load_state_dict(state)
+    assert step.optimizer.param_groups[0]["decoupled_weight_decay"] is True
+    assert step(fixtures.rows(0, 2, 3)).applied
+
+
+def test_a_master_that_is_missing_is_listed() -> None:
+    state = copy.deepcopy(half_linear().state_dict())
+    state["stepgraph"]["masters"].pop("bias")
+    with pytest.raises(sg.ConfigError, match="masters: bias is missing"):
+        half_linear().load_state_dict(state)
+    state["stepgraph"]["masters"]["bias"] = torch.ones(1, dtype=torch.bfloat16)
+    with pytest.raises(sg.ConfigError, match=r"masters: bias is bfloat16\[1\], here float32\[2\]"):
+        half_linear().load_state_dict(state)
+
+
+def half_linear() -> sg.TrainStep:
+    with fixtures.seeded(0):
+        model = nn.Linear(3, 2).bfloat16()
+    step = sg.compile_train_step(
+        model, torch.optim.AdamW(model.parameters()), loss_fn=lambda m, x: m(x).square().mean()
+    )
+    step(fixtures.rows(0, 2, 3).bfloat16())
+    return step
 
 
 def test_not_strict_takes_what_fits() -> None:
@@ -306,6 +419,21 @@ def test_not_strict_takes_what_fits() -> None:
     step.load_state_dict(state, strict=False)
     assert torch.equal(step.model[0].bias, bias)
     assert torch.equal(step.model[0].weight, torch.full((4, 3), 3.0))
+
+
+def test_not_strict_leaves_out_state_that_does_not_fit() -> None:
+    state = copy.deepcopy(linear().state_dict())
+    state["optimizer"]["state"][0]["exp_avg"] = torch.ones(7)
+    state["optimizer"]["state"][1].pop("step")
+    state["optimizer"]["param_groups"][0].pop("betas")
+    for part in ("random", "tally", "extra", "scaler"):
+        state["stepgraph"].pop(part)
+    step = fresh()
+    assert step.load_state_dict(state, strict=False) is None
+    with_state = [p for p in step.model.parameters() if p in step.optimizer.state]
+    assert with_state == [step.model[1].weight, step.model[1].bias]
+    assert step.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert step(fixtures.rows(0, 2, 3)).applied
 
 
 class Code:
