@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from ..errors import VerificationError
+from ..errors import CaptureError, VerificationError
 from ..graph import InputRole, InputSpec, OutputRole, Phase, StepGraph
 from .base import Pass, PassResult
 
@@ -41,6 +41,14 @@ class ScaleLoss(Pass):
                     aten._to_copy.default, (scaled,), cast, module="loss_scale", phase=Phase.BACKWARD
                 )
         readers = [n for n in seed.users if n.meta.get("trace_index") is not None or n is graph.output_node]
+        if not readers:
+            raise CaptureError(
+                "the backward of the loss does not use the gradient that it is given: a loss scale cannot reach any gradient",
+                source_line=graph.output_of(OutputRole.LOSS).meta.get("source"),
+                remedy="an autograd.Function whose backward returns gradients that forward computed has to multiply them by "
+                "its incoming gradient (under GradScaler they would be divided by the scale and never multiplied); or pass "
+                'precision="bf16", which needs no scale',
+            )
         for reader in readers:
             reader.replace_input_with(seed, scaled)
         return PassResult(True, intended={"losses": 1}, touched={"losses": int(bool(readers))})

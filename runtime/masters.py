@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,18 +75,23 @@ class Masters:
     def check_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses optimizer state in 16 bit, which belongs to an optimizer that updates parameters as they are.
 
+        State that an optimizer makes when it is built (Adagrad does) and no update has changed becomes float32.
+
         Raises:
             ConfigError: naming the parameter and the entry.
         """
         for key in self.tensors:
-            param = self._params[key]
-            for name, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+            entries = optimizer.state.get(self._params[key], {})
+            for name, value in entries.items():
+                if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:
+                    continue
+                if not _is_untouched(entries):
                     raise ConfigError(
                         f"the optimizer's state of {key} holds {name} in {value.dtype}, and master weights are updated with "
                         "moments in float32. optimizer.load_state_dict casts state to the parameters' dtype: load through "
                         "step.load, start with fresh state, or pass master_weights=False."
                     )
+                entries[name] = _float32(value)
 
     @contextmanager
     def in_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -141,6 +147,12 @@ def refuse_16_bit_parameters(params: list[HeldTensor], options: StepOptions) -> 
             f"too, and would lose {lost}. Pass master_weights=True, which makes float32 gradients of them, or keep the model "
             "in float32, which autocast casts."
         )
+
+
+def _is_untouched(entries: dict[str, Any]) -> bool:
+    """Whether no update was counted yet."""
+    count = entries.get("step")
+    return count is not None and float(count) == 0
 
 
 def _float32(param: Tensor) -> Tensor:

@@ -298,3 +298,27 @@ def test_skips_are_logged() -> None:
     finally:
         logging.getLogger("stepgraph").removeHandler(handler)
     assert messages == ["step 1: the update is skipped, since the gradient of weight is not finite"]
+
+
+class _Ready(torch.autograd.Function):
+    """A loss whose gradient is computed with it, as fused losses do, and that forgets the gradient it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(2 * x / x.numel())
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+def test_a_backward_that_forgets_its_gradient_is_refused_under_a_scale() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = sg.compile_train_step(model, optimizer, loss_fn=lambda m, x: _Ready.apply(m(x).float()), precision="fp16")
+    with pytest.raises(sg.CaptureError, match="does not use the gradient that it is given") as error:
+        step(torch.randn(2, 4))
+    assert "multiply them by its incoming gradient" in error.value.remedy
+    assert "test_loss_scale.py" in str(error.value.source_line)
+    assert sg.compile_train_step(model, optimizer, loss_fn=lambda m, x: _Ready.apply(m(x)))(torch.randn(2, 4)).applied

@@ -36,13 +36,15 @@ def masters_of(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.case("B17")
 @pytest.mark.feature("AMP-12", "AMP-13")
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 0.05}, {"clip_value": 0.01}], ids=str)
-@pytest.mark.parametrize("optimizer", ["sgd_momentum", "adamw_forloop", "adamw_foreach", "adamw_fused"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd_momentum", "adamw_forloop", "adamw_foreach", "adamw_fused", "adagrad_foreach"]
+)
 @pytest.mark.parametrize(("precision", "dtype"), HALVES, ids=str)
 def test_updates_are_those_of_a_loop_with_masters(
     precision: str, dtype: torch.dtype, optimizer: str, clip: dict[str, float]
 ) -> None:
     eager, graph = build(dtype), build(dtype)
-    make = oracle.OPTIMIZERS[optimizer]
+    make = oracle.OPTIMIZERS.get(optimizer) or oracle.OTHER_OPTIMIZERS[optimizer]
     masters = masters_of(eager)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2) if precision == "fp16" else None
     loop = HandWritten(eager, make(masters), mean_square, precision, scaler, masters=masters, **clip)
