@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 
 import stepgraph as sg
 
+from . import oracle
 from .oracle import Snapshot, snapshot
 
 INF = math.inf
@@ -119,6 +121,55 @@ def compiled_update(
         assert result.applied is False or position == len(window) - 1
     taken = snapshot(step.model, step.optimizer, number, result.loss, result.grad_norm)
     return Outcome(taken, result.applied, result.loss_scale)
+
+
+def pair(
+    build: Callable[[], nn.Module],
+    loss_fn: Any,
+    optimizer: str,
+    precision: str = "fp32",
+    *,
+    accumulate: int,
+    divide_early: bool = False,
+    init_scale: float = 2.0**16,
+    **clip: Any,
+) -> tuple[HandWritten, sg.TrainStep]:
+    """A loop by hand and a compiled step on equal models."""
+    eager, graph = oracle.twin(build)
+    make = oracle.OPTIMIZERS[optimizer]
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2) if precision == "fp16" else None
+    loop = HandWritten(eager, make(eager.parameters()), loss_fn, precision, scaler, divide_early, **clip)
+    scale = {"loss_scale": sg.LossScale(init_scale, growth_interval=2)} if precision == "fp16" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # BatchNorm
+        step = sg.compile_train_step(
+            graph,
+            make(graph.parameters()),
+            loss_fn=loss_fn,
+            precision=precision,
+            accumulate=accumulate,
+            **scale,
+            **clip,
+        )
+    return loop, step
+
+
+def same_update(
+    loop: HandWritten, step: sg.TrainStep, number: int, window: list[Any], weights: list[float] | None = None
+) -> Outcome:
+    """One update of both, from the same random state, equal in every bit."""
+    torch.manual_seed(number)
+    want = loop.update(window, weights)
+    random_state = torch.get_rng_state()
+    torch.manual_seed(number)
+    got = compiled_update(step, number, window, weights)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    want.snapshot.rng = got.snapshot.rng
+    if loop.divide_early:  # the loss of the loop is divided by its window
+        want.snapshot.loss = got.snapshot.loss
+    oracle.assert_bitwise(want.snapshot, got.snapshot)
+    assert (got.applied, got.scale) == (want.applied, want.scale)
+    return got
 
 
 class Pulls(nn.Module):
