@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import stepgraph as sg
 
 from . import fixtures, zoo
-from .amp_loop import INF, poisoned
+from .amp_loop import INF, pair, poisoned, same_update
 
 
 def windows(batches: list[Any], size: int) -> list[list[Any]]:
