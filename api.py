@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from .capture import LossCall, check_model, check_optimizer, flatten_batch, tensors_of, warn_user
+from .device import read_later
 from .errors import ConfigError, NotYetAttributeError, NotYetError
 from .graph import OutputRole, StepGraph
 from .runtime import (
     AUTOCAST_DTYPES,
+    LARGEST_DELAY,
     Captures,
     CompiledBatch,
     LossScale,
     Masters,
     NonfiniteReport,
+    Outcome,
+    Outcomes,
     Part,
     Program,
     Scaler,
@@ -227,6 +231,7 @@ class TrainStep:
         )
         self._captures = Captures(model, optimizer, tensors, self._call, options, self._state)
         self._tally = Tally()
+        self._outcomes = Outcomes(self._learn)
         self._log = log
         if log is not None:
             log.describe(settings_of(options, precision, self._device))
@@ -249,6 +254,7 @@ class TrainStep:
             NonFiniteError: under ``nonfinite="raise"`` or ``error_if_nonfinite``; nothing was updated.
         """
         check_weight(weight)
+        self._outcomes.settle(keep=LARGEST_DELAY - 1)
         window = self._state.window
         if self._verify_first and self._tally.updates == 0 and not (window and window.count):
             self._report_verification(self.verify(batch))
@@ -315,12 +321,10 @@ class TrainStep:
         """Ends a window with what it holds."""
         window = self._state.window
         if window is None or not window.weight_sum:
-            result = self._without_update(None, None, skip_reason="the weights of its batches sum to 0")
             self._tally.updates += 1
-            self._tally.skipped(str(result.skip_reason))
+            result = self._without_update(None, None, skip_reason="the weights of its batches sum to 0")
             if window is not None:
                 window.clear()
-            self._note(result)
             return result
         window.expect(0.0)
         try:
@@ -330,29 +334,23 @@ class TrainStep:
         finally:
             window.clear()
 
-    @property
-    def _loss_scale(self) -> float | None:
-        return None if self._state.scaler is None else self._state.scaler.value
-
     def _without_update(self, loss: Tensor | None, aux: Any, skip_reason: str | None = None) -> StepResult:
-        return StepResult(
-            loss=loss,
-            aux=aux,
-            grad_norm=None,
-            clip_factor=None,
-            skipped=skip_reason is not None,
-            skip_reason=skip_reason,
-            applied=False,
-            step=self._tally.updates + 1,
-            loss_scale=self._loss_scale,
-        )
+        """The result of a call that updates nothing: amid a window, or, for a reason, at the end of one."""
+        number = self._tally.updates + (skip_reason is None)
+        result = StepResult(loss, aux, None, None, number, Outcome(number, reason=skip_reason))
+        self._outcomes.add(result)
+        if len(self._outcomes) == 1:  # nothing that is still on the device comes before it
+            self._outcomes.settle()
+        return result
 
     def state_dict(self, extra: Any = None) -> dict[str, Any]:
         """Everything that a run needs to go on with the same bits; see :meth:`save`. Tensors are the live ones."""
+        self._outcomes.settle()
         return state_of(self._subjects, extra)
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
         """Restores what :meth:`state_dict` returned; see :meth:`load`."""
+        self._outcomes.settle()
         return restore(self._subjects, state, strict=strict)
 
     def save(self, folder: str | PathLike[str], extra: Any = None) -> Path:
@@ -471,12 +469,14 @@ class TrainStep:
 
     @contextlib.contextmanager
     def _window_set_aside(self) -> Iterator[Window | None]:
+        self._outcomes.settle()
         window = self._state.window
         with contextlib.nullcontext() if window is None else window.set_aside():
             yield window
 
     def report(self) -> str:
         """What was captured, what the passes did, and what the user should know."""
+        self._outcomes.settle()
         lines = [f"plan: {self._plan}" + (" (= none: there is no planner yet)" if self._plan == "auto" else "")]
         lines.append(
             f"captures: {self.captures}, update traces: {self.update_traces}, "
@@ -490,20 +490,12 @@ class TrainStep:
 
     def _finish(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> StepResult:
         """Takes over what an update left, and tells what became of it."""
-        loss, gate = variant.first(OutputRole.LOSS, outputs), variant.first(OutputRole.NONFINITE, outputs)
-        code = 0 if gate is None else int(gate)
+        loss, code = variant.first(OutputRole.LOSS, outputs), variant.first(OutputRole.NONFINITE, outputs)
         self._tally.updates += 1
+        number = self._tally.updates
         variant.binding.store(outputs)
         self._state.masters.note()
         norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
-        scaler, reason, parameter = self._state.scaler, None, None
-        if scaler is not None:
-            scaler.update(skipped=code != 0)
-        if code:
-            reason, parameter = describe_nonfinite(code, variant.grad_keys, loss)
-        else:
-            self._tally.applied()
-            mark_stepped(self.optimizer)
         has_batch = variant.part is None or variant.part.has_batch
         mean_loss = None
         if self._state.window is not None:
@@ -513,22 +505,43 @@ class TrainStep:
             aux=compiled.aux_of(variant, outputs) if has_batch else None,
             grad_norm=norm,
             clip_factor=variant.first(OutputRole.CLIP_FACTOR, outputs),
-            skipped=reason is not None,
-            skip_reason=reason,
-            applied=reason is None,
-            step=self._tally.updates,
-            loss_scale=self._loss_scale,
+            step=number,
+            outcome=Outcome(
+                number,
+                None if code is None else read_later(code),
+                describe=lambda code: describe_nonfinite(code, variant.grad_keys, loss),
+                moves_scale=variant.is_read_later,
+            ),
             mean_loss=mean_loss,
             norm_after_clip_value=variant.first(OutputRole.CLIPPED_NORM, outputs),
         )
-        self._note(result)
-        if code:
-            self._tally.not_finite(code, str(reason), parameter, self._options, scaler)
+        self._outcomes.add(result)
+        if variant.is_read_later and self._log is None:
+            mark_stepped(self.optimizer)  # what a scheduler asks for, whatever will be read
+        else:
+            self._outcomes.settle()
         return result
 
-    def _note(self, result: StepResult) -> None:
-        if self._log is not None:
+    def _learn(self, result: StepResult, code: int) -> None:
+        """Counts what became of an update, moves the loss scale by it, and logs it."""
+        outcome, scaler, parameter = result.outcome, self._state.scaler, None
+        is_update = outcome.describe is not None
+        if is_update and scaler is not None:
+            scaler.update(skipped=code != 0, is_moved=outcome.moves_scale)
+        if outcome.describe is not None and code:
+            outcome.reason, parameter = outcome.describe(code)
+        elif is_update:
+            outcome.applied = True
+            self._tally.applied()
+            mark_stepped(self.optimizer)
+        outcome.describe = None  # holds the loss and the graph
+        outcome.loss_scale = None if scaler is None else scaler.value
+        if (is_update or outcome.reason) and self._log is not None:
             self._log.record(result, self.optimizer, norm_is_l2=self._options.norm_type == 2.0)
+        if code:
+            self._tally.not_finite(outcome.number, code, str(outcome.reason), parameter, self._options, scaler)
+        elif outcome.reason:
+            self._tally.skipped(outcome.number, outcome.reason)
 
     def _report_verification(self, report: VerifyReport) -> None:
         self.last_verification = report

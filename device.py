@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,26 @@ def optimizer_uses_foreach(params: list[Tensor]) -> bool:
 def compiles_updates(device: torch.device) -> bool:
     """Whether the fast tier compiles clip and update; where it does not, fused kernels over all parameters are faster."""
     return device.type == "cpu"
+
+
+def reads_are_cheap(device: torch.device) -> bool:
+    """Whether a value on ``device`` can be read in Python without waiting for work that was queued before it."""
+    return device.type == "cpu"
+
+
+def read_later(value: Tensor) -> Callable[[], int]:
+    """A function that returns an integer, 0-dim, once it is computed, without waiting for what is queued after it."""
+    if value.device.type == "cpu":
+        return lambda: int(value)
+    host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> int:
+        copied.synchronize()
+        return int(host)
+
+    return read
 
 
 def autocast_off() -> contextlib.AbstractContextManager[Any]:

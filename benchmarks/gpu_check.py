@@ -1,8 +1,9 @@
 """What only a GPU can show, in one run of a few minutes; writes docs/gpu.md.
 
 1. Bitwise: every preset trains three steps on CUDA, eager and compiled, under deterministic kernels, and must agree.
-2. Step time against eager and ``torch.compile`` with the same fused AdamW, on a Llama-shaped model.
-3. The fast tier's compiled region as a CUDA graph: captured once, replayed, with eager's results.
+2. Waiting: whether a step under clipping ever waits for the device.
+3. Step time against eager and ``torch.compile`` with the same fused AdamW, on a Llama-shaped model.
+4. The fast tier's compiled region as a CUDA graph: captured once, replayed, with eager's results.
 
 Each part says what it saw; a part that fails does not keep the others from running. ``make gpu-check`` runs it.
 """
@@ -157,17 +158,7 @@ def cuda_graph(device: str, name: str) -> list[str]:
     batch = to_device(batch, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     step = sg.compile_train_step(model, optimizer, **options, numerics="fast")
-    step(batch)
-    graph = step.prepare(batch)
-    region = max(
-        (p for p in regions_of(graph, compiles_update=False) if isinstance(p, Region)), key=lambda r: len(r.nodes)
-    )
-    run = step._current[0]._regions[region.identity]  # type: ignore[index]
-    _, variant, flat = step._compiled_for(batch)
-    values = dict(
-        zip(graph.placeholders, variant.inputs([v for v in flat.leaves if isinstance(v, Tensor)]), strict=True)
-    )
-    inputs = [values[n] for n in region.inputs]
+    run, inputs, operators = largest_region(step, batch)
     with torch.no_grad():
         expected = [t.clone() for t in run(*inputs)]
         stream = torch.cuda.Stream()
@@ -184,9 +175,46 @@ def cuda_graph(device: str, name: str) -> list[str]:
     plain = seconds_per_step(lambda: run(*inputs), device, 30)
     replayed = seconds_per_step(captured.replay, device, 30)
     verdict = "gives the same bits" if equal else "differs from a plain run"
-    size = f"{len(region.nodes)} operators, {len(inputs)} inputs"
+    size = f"{operators} operators, {len(inputs)} inputs"
     times = f"{plain * 1e3:.2f} ms plain, {replayed * 1e3:.2f} ms replayed"
     return [f"Forward and backward of {name} ({size}) as one CUDA graph: a replay {verdict}; {times}."]
+
+
+def largest_region(step: sg.TrainStep, batch: Any) -> tuple[Callable[..., Any], list[Any], int]:
+    """The largest compiled region of a step that has none before it, with its inputs and its number of operators."""
+    step(batch)
+    compiled, variant, flat = step._captures.find(batch)
+    graph = variant.graph
+    region = max(
+        (p for p in regions_of(graph, compiles_update=False) if isinstance(p, Region)), key=lambda r: len(r.nodes)
+    )
+    values = dict(zip(graph.placeholders, compiled.inputs(variant, flat), strict=True))
+    return compiled._regions[region.identity], [values[n] for n in region.inputs], len(region.nodes)
+
+
+def without_waiting(device: str) -> list[str]:
+    """Steady steps under clipping, with torch told to raise where it waits for the device."""
+    rows = []
+    for precision in ("fp32", "bf16", "fp16"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        step = sg.compile_train_step(model, optimizer, criterion=nn.MSELoss(), precision=precision, max_norm=1.0)
+        batch = (torch.randn(8, 64, device=device), torch.randn(8, 64, device=device))
+        results = [step(batch) for _ in range(4)]
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            results += [step(batch) for _ in range(6)]
+            waits = "never" if len(step._outcomes) else "for the gate, whose reading is cheap here"
+        except RuntimeError as error:
+            waits = f"yes: {str(error).splitlines()[0]}"
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        rows.append(f"| {precision} | {waits} | {sum(r.applied for r in results)} of {len(results)} |")
+        print(rows[-1], flush=True)
+    return ["| precision | does a step wait for the device | updates applied |", "|---|---|---|", *rows]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -205,6 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     where = torch.cuda.get_device_name() if args.device == "cuda" else "the CPU, to try the script"
     parts: dict[str, Callable[[], list[str]]] = {
         "Bitwise": lambda: bitwise(args.device, args.presets),
+        "Waiting": lambda: without_waiting(args.device),
         "Step time": lambda: step_times(args.device, args.timed, args.calls),
     }
     if args.device == "cuda":

@@ -49,9 +49,8 @@ def folded_gradients_are_scaled_once(graph: StepGraph) -> Iterator[str]:
     """
     if not is_folded(graph):
         return
-    divisors = [*graph.input_nodes(InputRole.SCALER).values()]
-    divisors += [n for key, n in graph.input_nodes(InputRole.WINDOW).items() if key == "weight_sum"]
-    divided = Counter(dict.fromkeys(divisors, -1))
+    inputs = graph.input_nodes(InputRole.SCALER) | graph.input_nodes(InputRole.WINDOW)
+    divided = Counter({inputs[key]: -1 for key in ("scale", "weight_sum") if key in inputs})
     factor = graph.output_of(OutputRole.CLIP_FACTOR)
     wanted = Counter({**divided, **({} if factor is None else {factor: 1})})
     clamps = int(graph.output_of(OutputRole.CLIPPED_NORM) is not None)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from .effects import effects_of, written_nodes
-from .folded_rules import gradient_behind, is_folded
-from .operands import nodes_in
+from .folded_rules import gradient_behind, is_folded, powers_of
+from .operands import argument, nodes_in
 from .spec import InputRole, OutputRole, Phase
 from .step_graph import StepGraph, family_of, name_of
 from .storage import storages_of
@@ -203,6 +203,8 @@ def gate_guards_the_update(graph: StepGraph) -> Iterator[str]:
         if gates:
             yield f"{name_of(gates[0])} decides over the update but its outcome is no output"
         return
+    if not gates and _is_decided_on_the_device(graph):
+        return
     if len(gates) != 1 or graph.output_of(OutputRole.NONFINITE) is not gates[0]:
         yield f"{len(gates)} gates, and the output must be the only one"
         return
@@ -215,3 +217,68 @@ def gate_guards_the_update(graph: StepGraph) -> Iterator[str]:
             break
         if node.meta["phase"] is Phase.UPDATE:
             yield f"{name_of(node)} updates before the gate"
+
+
+def _is_decided_on_the_device(graph: StepGraph) -> bool:
+    code = graph.output_of(OutputRole.NONFINITE)
+    return code is not None and family_of(code.target) == "nonfinite_code_on_device"
+
+
+def takes_back_counts(node: fx.Node) -> bool:
+    """Whether a call of the update subtracts 1 from counts where the update was left out."""
+    if node.meta["phase"] is not Phase.UPDATE or family_of(node.target) != "_foreach_sub_":
+        return False
+    return all(_found_of(n) is not None for n in nodes_in(node.args[1]))
+
+
+def _found_of(node: fx.Node) -> fx.Node | None:
+    """The code that ``node`` is 1 or 0 for, in float32."""
+    if node.op != "call_function" or family_of(node.target) != "_to_copy":
+        return None
+    is_bad = node.args[0]
+    if not isinstance(is_bad, fx.Node) or family_of(is_bad.target) != "ne" or is_bad.args[1] != 0:
+        return None
+    code = is_bad.args[0]
+    is_code = isinstance(code, fx.Node) and family_of(code.target) == "nonfinite_code_on_device"
+    return code if is_code else None  # type: ignore[return-value]
+
+
+def updates_are_left_out_on_the_device(graph: StepGraph) -> Iterator[str]:
+    """Without a gate, each call of the update that writes is told whether to, or is taken back, by the code of this step."""
+    if not _is_decided_on_the_device(graph):
+        return
+    code, norm = graph.output_of(OutputRole.NONFINITE), graph.output_of(OutputRole.NORM)
+    sums = graph.output_of(OutputRole.LOSS_SUM)
+    if code.args[0] is not (sums if sums is not None else graph.output_of(OutputRole.LOSS)):
+        yield f"{name_of(code)} does not look at the loss"
+    if code.args[1] not in (norm, *_factors_of(norm)):
+        yield f"{name_of(code)} does not look at the norm"
+    added: Counter[fx.Node] = Counter()
+    for node in graph.calls:
+        if node.meta["phase"] is not Phase.UPDATE or not effects_of(node).writes:
+            continue
+        found = argument(node, "found_inf")
+        if found is not None:
+            if _found_of(found) is not code:
+                yield f"{name_of(node)} is left out for another reason"
+        elif takes_back_counts(node):
+            for counts, amount in zip(nodes_in(node.args[0]), nodes_in(node.args[1]), strict=True):
+                added[counts] -= 1
+                if _found_of(amount) is not code:
+                    yield f"{name_of(node)} takes counts back for another reason"
+        elif family_of(node.target) in ("_foreach_add_", "add_") and node.args[1] == 1:
+            added.update(written_nodes(node))
+        elif family_of(node.target) != "move_scale_" and not _rounds_a_master(node, graph):
+            yield f"{name_of(node)} writes whether or not the update is left out"
+    for count, number in added.items():
+        if number:
+            yield f"the count {name_of(count)} is not taken back where the update is left out"
+
+
+def _rounds_a_master(node: fx.Node, graph: StepGraph) -> bool:
+    """Whether a call gives a parameter the value of its master, which is the same where the update was left out."""
+    return family_of(node.target) == "copy_" and node.args[1] in graph.input_nodes(InputRole.MASTER).values()
+
+
+def _factors_of(norm: fx.Node) -> list[fx.Node]:
+    return [factor for factor in powers_of(norm) if isinstance(factor, fx.Node)]

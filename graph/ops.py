@@ -56,6 +56,61 @@ def _fake_code(loss: Tensor, norm: Tensor, grads: list[Tensor], norm_decides: bo
     return torch.empty((), dtype=torch.int64)
 
 
+def nonfinite_code_on_device(loss: Tensor, norm: Tensor, norms: Tensor) -> Tensor:
+    """The same from the norms alone, without reading anything on the host: a norm that overflows counts as non-finite.
+
+    Args:
+        loss: one element.
+        norm: 0-dim, the total norm.
+        norms: 1-dim, the norm of each gradient.
+
+    Returns:
+        0-dim int64 on the norm's device: 0, ``NONFINITE_LOSS``, ``NONFINITE_NORM``, or ``NONFINITE_GRAD`` + index of the first
+        norm that is not finite.
+    """
+    bad = norms.isfinite().logical_not()
+    of_gradients = torch.where(bad.any(), bad.to(torch.int64).argmax() + NONFINITE_GRAD, NONFINITE_NORM)
+    of_loss = torch.where(loss.isfinite().all(), 0, NONFINITE_LOSS)
+    return torch.where(norm.isfinite(), of_loss, of_gradients)
+
+
+def _fake_code_on_device(loss: Tensor, norm: Tensor, norms: Tensor) -> Tensor:
+    return norm.new_empty((), dtype=torch.int64)
+
+
+def move_scale_(
+    scale: Tensor,
+    trackers: Tensor,
+    code: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    min_scale: float,
+    max_scale: float,
+) -> None:
+    """Moves a loss scale after an update, as ``runtime.loss_scale.Scaler.update`` does on the host, without reading anything.
+
+    Args:
+        scale: 0-dim float32, changed in place.
+        trackers: int32 ``[good updates in a row, skips left before it backs off]``, changed in place.
+        code: 0-dim int64, not 0 where the update was skipped.
+    """
+    skipped = code != 0
+    good, left = trackers.unbind(0)
+    good = torch.where(skipped, 0, good + 1)
+    left = torch.where(skipped, left - 1, left)
+    backed_off = (scale.double() * backoff_factor).float().clamp(min=min_scale)
+    grown = (scale.double() * growth_factor).float()
+    grows = good >= growth_interval
+    grown = torch.where(grown.clamp(max=max_scale).isfinite(), grown.clamp(max=max_scale), scale)
+    moved = torch.where(skipped, torch.where(left <= 0, backed_off, scale), torch.where(grows, grown, scale))
+    left = torch.where(grows, hysteresis, left)
+    good = torch.where(grows, 0, good)
+    scale.copy_(moved)
+    trackers.copy_(torch.stack([good, left]))
+
+
 def gate(code: Tensor) -> Tensor:
     """Marks where the step ends if ``code`` (0-dim int64) is not 0; executors jump to the outputs there."""
     return code.clone()
@@ -65,6 +120,17 @@ _define(
     "nonfinite_code(Tensor loss, Tensor norm, Tensor[] grads, bool norm_decides) -> Tensor", nonfinite_code, _fake_code
 )
 _define("gate(Tensor code) -> Tensor", gate, torch.empty_like)
+_define(
+    "nonfinite_code_on_device(Tensor loss, Tensor norm, Tensor norms) -> Tensor",
+    nonfinite_code_on_device,
+    _fake_code_on_device,
+)
+_define(
+    "move_scale_(Tensor(a!) scale, Tensor(b!) trackers, Tensor code, float growth_factor, float backoff_factor, "
+    "int growth_interval, int hysteresis, float min_scale, float max_scale) -> ()",
+    move_scale_,
+    lambda *args: None,
+)
 
 
 def pack(numbers: list[float], dtype: torch.dtype) -> Tensor:
@@ -81,8 +147,9 @@ _define("reciprocals(Tensor numbers) -> Tensor", torch.reciprocal, torch.empty_l
 
 
 # torch's fused optimizer kernels take Python floats, which specialises a symbolic hyperparameter to its value. Each twin
-# takes the same arguments as `Scalar`, which stays symbolic, and calls torch's kernel when it runs. A second twin of each takes
-# a number to divide gradients by as well, 0-dim float32; torch's kernel then writes the quotients over the gradients.
+# takes the same arguments as `Scalar`, which stays symbolic, and calls torch's kernel when it runs. A second twin of each also
+# takes what torch's kernels take from a GradScaler, 0-dim float32 each: a number to divide gradients by, after which torch's
+# kernel writes the quotients over the gradients, and one that is not 0 where nothing is to be updated.
 _SCALER_ARGUMENTS = ("grad_scale", "found_inf")
 FUSED_KERNELS = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 
@@ -91,10 +158,10 @@ def _define_twin(kernel: str, *, scales: bool) -> Any:
     overload = getattr(torch.ops.aten, kernel).default
     arguments = [a for a in overload._schema.arguments if a.name not in _SCALER_ARGUMENTS]
     declared = [_declaration(a, position, scales) for position, a in enumerate(arguments)]
-    declared += ["Tensor grad_scale"] if scales else []
+    declared += [f"Tensor? {name}" for name in _SCALER_ARGUMENTS] if scales else []
     name = kernel.removeprefix("_").removesuffix("_") + ("_scaled_" if scales else "_")
     positional = sum(not a.kwarg_only for a in arguments)
-    names = [a.name for a in arguments[positional:]] + (["grad_scale"] if scales else [])
+    names = [a.name for a in arguments[positional:]] + (list(_SCALER_ARGUMENTS) if scales else [])
 
     def run(*args: Any) -> None:
         overload(*args[:positional], **dict(zip(names, args[positional:], strict=True)))

@@ -27,6 +27,8 @@ from .gradient_rules import (
     gradients_of,
     gradients_own_their_memory,
     gradients_pass_norm_and_clip_once,
+    takes_back_counts,
+    updates_are_left_out_on_the_device,
 )
 from .operands import freeze
 from .spec import InputRole, InputSpec, LogicalKey, OutputRole, Phase
@@ -174,7 +176,8 @@ def reads_see_the_same_writes(graph: StepGraph) -> Iterator[str]:
 def writes_are_captured(graph: StepGraph) -> Iterator[str]:
     """Only captured calls write what was captured; passes write what they made themselves, and scale gradients in norm.
 
-    Hyperparameters, constants and the loss scale are never written. An update may round a master into its parameter.
+    Hyperparameters and constants are never written, the loss scale by what moves it. An update may round a master into its
+    parameter, and take back counts of steps.
     What a window sums has rules of its own.
     """
     specs = dict(zip(graph.placeholders, graph.inputs, strict=True))
@@ -188,6 +191,8 @@ def writes_are_captured(graph: StepGraph) -> Iterator[str]:
         for key in {key for operand in written_nodes(node) for key in storages_of(operand)}:
             made_by = owner[key]
             role = specs[made_by].role if made_by in specs else None
+            if role is InputRole.SCALER and family_of(node.target) == "move_scale_":
+                continue
             if role in (InputRole.HYPER, InputRole.CONSTANT, InputRole.SCALER):
                 yield f"{name_of(node)} writes the {role} {made_by.name}"
             elif (
@@ -196,6 +201,7 @@ def writes_are_captured(graph: StepGraph) -> Iterator[str]:
                 or role is InputRole.ACCUMULATOR
                 or (role is InputRole.WINDOW and specs[made_by].key == "loss_sum")
                 or _takes_over_master(node, specs)
+                or (role is InputRole.STATE and takes_back_counts(node))
             ):
                 continue
             elif role is not None:
@@ -262,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     gradients_pass_norm_and_clip_once,
     folded_gradients_are_scaled_once,
     gate_guards_the_update,
+    updates_are_left_out_on_the_device,
 )
 
 

@@ -18,8 +18,8 @@ from ..graph import (
     gradients_of,
     nodes_in,
 )
-from ..graph.ops import SCALED_TWINS
 from .base import Pass, PassResult
+from .fused_kernels import is_fused_kernel, with_scaler_arguments
 from .grad_norm import add_norm_call
 
 aten = torch.ops.aten
@@ -111,7 +111,7 @@ def _all_read_by_fused_kernels(graph: StepGraph, grads: set[fx.Node], changes: l
         return False
     for node in graph.calls:
         reads = node.meta["phase"] is Phase.UPDATE and not grads.isdisjoint(node.all_input_nodes)
-        if reads and node.target not in SCALED_TWINS:
+        if reads and not is_fused_kernel(node):
             return False
     return True
 
@@ -220,15 +220,9 @@ def _scale_in_kernels(graph: StepGraph, grads: list[fx.Node], changes: list[_Cha
     """Hands the factor to the kernels. Returns how many gradients they read."""
     touched = 0
     for node in graph.calls:
-        mine = [n for n in node.all_input_nodes if n in grads] if node.target in SCALED_TWINS else []
+        mine = [n for n in node.all_input_nodes if n in grads] if is_fused_kernel(node) else []
         if mine:
-            args = (*node.args, factors.of(mine[0], inverted=True))
-            with graph.graph.inserting_before(node):
-                scaled = graph.add_call(
-                    SCALED_TWINS[node.target], args, module=node.meta["key"].module, phase=Phase.UPDATE
-                )
-            scaled.meta["trace_index"] = node.meta["trace_index"]
-            graph.graph.erase_node(node)
+            with_scaler_arguments(graph, node, grad_scale=factors.of(mine[0], inverted=True))
             touched += len(mine)
     return touched
 

@@ -24,11 +24,13 @@ from .grad_norm import GradNorm
 from .host_scalars import HostScalars
 from .loss_scale import ScaleLoss
 from .skip import Skip
+from .skip_on_device import SkipOnDevice
 from .unscale import Unscale
 from .update import Update
 
 _ALL: tuple[type[Pass], ...] = (
-    ScaleLoss, Clean, Fp32Gradients, Accumulate, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update, HostScalars, Fold,
+    ScaleLoss, Clean, Fp32Gradients, Accumulate, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update, SkipOnDevice,
+    HostScalars, Fold,
 )  # fmt: skip
 PASSES: dict[str, type[Pass]] = {p.name: p for p in _ALL}
 
@@ -59,12 +61,14 @@ def training_passes(
     has_backward: bool = True,
     for_compiler: bool = False,
     folds: bool = False,
+    on_device: SkipOnDevice | None = None,
 ) -> list[Pass]:
     """The passes of a training step, in order.
 
     ``accumulate`` sums over a window of micro-batches; None where each batch is an update. Without
     ``has_backward``, the gradients are those of the window alone (:func:`flush_graph`). ``for_compiler`` is the fast tier:
     clip and update in a form that a compiler can fuse, rounded differently. So is ``folds``: see :class:`Fold`.
+    ``on_device`` leaves updates out where they are, instead of at a gate.
     """
     if has_backward:
         passes = backward_passes(scales_loss=scales_loss, masters=masters, accumulate=accumulate)
@@ -79,9 +83,11 @@ def training_passes(
         passes.append(Clip(max_norm=float(max_norm), separate=for_compiler))
     if clip_value:
         passes.append(ClipValue(clip_value=float(clip_value), norm_type=norm_type, separate=for_compiler))
-    if nonfinite != "ignore":
+    if nonfinite != "ignore" and on_device is None:
         passes.append(Skip(norm_decides=bool(max_norm) or error_if_nonfinite))
     passes.append(Update(update=update, masters=masters))
+    if on_device is not None:
+        passes.append(on_device)
     if for_compiler:
         passes.append(HostScalars())
     if folds:

@@ -30,6 +30,9 @@ from .options import StepOptions as StepOptions
 from .options import check_choice as check_choice
 from .options import checked_options as checked_options
 from .options import settings_of as settings_of
+from .outcome import LARGEST_DELAY as LARGEST_DELAY
+from .outcome import Outcome as Outcome
+from .outcome import Outcomes as Outcomes
 from .regions import Region as Region
 from .regions import regions_of as regions_of
 from .report import describe_compiled as describe_compiled

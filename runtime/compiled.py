@@ -18,14 +18,24 @@ from ..capture import (
     garbage_collection_paused,
     update_targets,
 )
-from ..device import compiles_updates
+from ..device import compiles_updates, reads_are_cheap
 from ..graph import OutputRole, StepGraph
-from ..passes import Accumulate, PassRecord, backward_passes, flush_graph, run_passes, training_passes
+from ..passes import (
+    Accumulate,
+    PassRecord,
+    SkipOnDevice,
+    backward_passes,
+    flush_graph,
+    is_skippable,
+    run_passes,
+    training_passes,
+)
 from ..torch_compat import pytree
 from .binding import Binding
 from .executor import Executor
 from .guards import OptimizerGuard
 from .inductor import CompiledRegions, lowered
+from .loss_scale import LossScale
 from .options import StepOptions
 from .state import StepState
 from .window import Part
@@ -67,6 +77,7 @@ class Variant(Program):
     Attributes:
         grad_keys: the parameters that it updates, in the order in which a code for non-finite values counts them.
         may_round: whether it is rounded otherwise than eager.
+        is_read_later: whether its outcome stays on the device until somebody asks.
         part: of the window; None where each batch is an update.
     """
 
@@ -74,6 +85,7 @@ class Variant(Program):
     guard: OptimizerGuard
     grad_keys: list[str]
     may_round: bool = False
+    is_read_later: bool = False
     part: Part | None = None
 
     def inputs(self, batch_tensors: list[Tensor]) -> list[Any]:
@@ -150,6 +162,7 @@ class CompiledBatch:
             targets = update_targets(self.step, masters, swapped, keys)
             update = capture_update(self._optimizer, self._params, targets, tensor_by_tensor=compiles_update)
             has_backward = part is None or part.has_batch
+            on_device = self._skip_on_device(update, keys)
             graph = self.step.graph.copy() if has_backward else flush_graph(self.step.graph)
             passes = training_passes(
                 max_norm=options.max_norm,
@@ -164,6 +177,7 @@ class CompiledBatch:
                 update=update.graph,
                 for_compiler=compiles_update,
                 folds=options.is_fast and (options.uses_inductor or not compiles_update),
+                on_device=on_device,
             )
             records = run_passes(graph, passes)
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
@@ -180,8 +194,21 @@ class CompiledBatch:
             OptimizerGuard(update, self._optimizer, trained),
             keys,
             options.is_fast or options.uses_inductor,
+            on_device is not None,
             part,
         )
+
+    def _skip_on_device(self, update: CapturedUpdate, keys: list[str]) -> SkipOnDevice | None:
+        """How an update is left out without reading whether everything was finite; None where it has to be read."""
+        options, trained = self._options, [self._params[key] for key in keys]
+        if reads_are_cheap(self._device) or options.nonfinite != "skip" or options.error_if_nonfinite:
+            return None
+        if not options.max_norm or not is_skippable(update.graph):
+            return None
+        if len({p.dtype for p in trained}) > 1 or not all(p.numel() for p in trained):
+            return None  # the code counts norms, which are grouped by dtype
+        policy = options.loss_scale if isinstance(options.loss_scale, LossScale) else None
+        return SkipOnDevice(None if policy is None else policy.numbers)
 
     def _build_micro(self, part: Part | None) -> Program:
         masters = frozenset(self.state.masters.of(self._keys(part)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError
 
@@ -60,6 +61,14 @@ class LossScale:
             if not holds:
                 raise ConfigError(f"LossScale: {name} must be {needed}, got {getattr(self, name)!r}")
 
+    @property
+    def numbers(self) -> tuple[float, float, int, int, float, float]:
+        """As ``stepgraph::move_scale_`` takes them."""
+        largest = math.inf if self.max_scale is None else self.max_scale
+        return (
+            self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, self.min_scale, largest
+        )  # fmt: skip
+
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -77,6 +86,7 @@ class Scaler:
 
     Attributes:
         scale: 0-dim float32 on ``device``; an input of the graph, changed in place.
+        trackers: int32 on ``device``, the two below, for graphs that move the scale themselves; None where there are none.
         policy: how it moves; None for a static one.
         growth_tracker: good updates since the last change or skip.
         hysteresis_tracker: skips that are left before it backs off.
@@ -86,42 +96,65 @@ class Scaler:
         self.policy = policy if isinstance(policy, LossScale) else None
         initial = policy.init_scale if isinstance(policy, LossScale) else float(policy)
         self.scale = torch.full((), initial, dtype=torch.float32, device=device)
-        self._value = float(self.scale)
+        self._value = self._published = float(self.scale)
         self.growth_tracker = 0
         self.hysteresis_tracker = self.policy.hysteresis if self.policy else 1
+        self.trackers: Tensor | None = None
 
     @property
     def value(self) -> float:
         """The scale that the next step uses."""
         return self._value
 
-    def update(self, *, skipped: bool) -> None:
+    def update(self, *, skipped: bool, is_moved: bool = False) -> None:
         """Moves the scale after an update that was, or was not, skipped.
 
         The arithmetic is that of ``torch._amp_update_scale_``: a product in float64, rounded to float32.
+
+        Args:
+            is_moved: whether the graph has moved the tensors already, by the same rules.
         """
         if self.policy is None:
             return
+        self._move(self.policy, skipped)
+        if is_moved:
+            self._published = self._value
+        else:
+            self._publish()
+
+    def _move(self, policy: LossScale, skipped: bool) -> None:
         if skipped:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
             if self.hysteresis_tracker <= 0:
-                self._set(max(_rounded(self._value * self.policy.backoff_factor), self.policy.min_scale))
+                self._value = max(_rounded(self._value * policy.backoff_factor), _rounded(policy.min_scale))
             return
         self.growth_tracker += 1
-        if self.growth_tracker < self.policy.growth_interval:
+        if self.growth_tracker < policy.growth_interval:
             return
         self.growth_tracker = 0
-        self.hysteresis_tracker = self.policy.hysteresis
-        grown = _rounded(self._value * self.policy.growth_factor)
-        if self.policy.max_scale is not None:
-            grown = min(grown, self.policy.max_scale)
+        self.hysteresis_tracker = policy.hysteresis
+        grown = _rounded(self._value * policy.growth_factor)
+        if policy.max_scale is not None:
+            grown = min(grown, _rounded(policy.max_scale))
         if math.isfinite(grown):
-            self._set(grown)
+            self._value = grown
 
-    def _set(self, value: float) -> None:
-        self._value = value
-        self.scale.fill_(value)
+    def _publish(self) -> None:
+        if self._value != self._published:
+            self.scale.fill_(self._value)
+            self._published = self._value
+        if self.trackers is not None:
+            self.trackers.copy_(torch.tensor([self.growth_tracker, self.hysteresis_tracker], dtype=torch.int32))
+
+    def for_graphs(self, name: str) -> Tensor:
+        """``scale``, or ``trackers``, which are kept from then on."""
+        if name == "scale":
+            return self.scale
+        if self.trackers is None:
+            self.trackers = torch.zeros(2, dtype=torch.int32, device=self.scale.device)
+            self._publish()
+        return self.trackers
 
     def state_dict(self) -> dict[str, float | int]:
         """Scale and counters, all that a resumed run needs."""
@@ -136,7 +169,8 @@ class Scaler:
         check_scale("the saved loss scale", state["scale"])
         self.growth_tracker = int(state["growth_tracker"])
         self.hysteresis_tracker = int(state["hysteresis_tracker"])
-        self._set(float(state["scale"]))
+        self._value = float(state["scale"])
+        self._publish()
 
 
 def _rounded(value: float) -> float:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ..graph.ops import NONFINITE_GRAD, NONFINITE_LOSS, NONFINITE_NORM
+from .outcome import Outcome
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Outcome of one training step.
+
+    Where reading a value waits for the device, ``skipped``, ``skip_reason``, ``applied`` and ``loss_scale`` are read when they
+    are asked for.
 
     Attributes:
         loss: 0-dim (or one element, as the model returned it), detached, on the parameters' device. From ``flush``, the
@@ -21,11 +25,7 @@ class StepResult:
         grad_norm: 0-dim, the norm of all gradients before clipping, unscaled, in eager's dtype. None from a micro-batch that is
             not the last of its window.
         clip_factor: 0-dim in [0, 1], what the gradients were multiplied by; None without clipping.
-        skipped: whether the update was left out because something was not finite.
-        skip_reason: what was not finite, or None.
         mean_loss: from the last micro-batch of a window and from ``flush``, the weighted mean of the window's losses.
-        loss_scale: the loss scale after this step, which the next one uses; None where losses are not scaled.
-        applied: whether this call changed the weights; gate a scheduler on it.
         step: counts updates, applied and skipped, from 1; a micro-batch has the number of the update that it is for.
     """
 
@@ -33,13 +33,30 @@ class StepResult:
     aux: Any
     grad_norm: Tensor | None
     clip_factor: Tensor | None
-    skipped: bool
-    skip_reason: str | None
-    applied: bool
     step: int
-    loss_scale: float | None = None
+    outcome: Outcome
     mean_loss: Tensor | None = None
-    norm_after_clip_value: Tensor | None = field(default=None, repr=False)
+    norm_after_clip_value: Tensor | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out because something was not finite."""
+        return self.outcome.ask().reason is not None
+
+    @property
+    def skip_reason(self) -> str | None:
+        """What was not finite, or None."""
+        return self.outcome.ask().reason
+
+    @property
+    def applied(self) -> bool:
+        """Whether this call changed the weights; gate a scheduler on it."""
+        return self.outcome.ask().applied
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale after this step, which the next one uses; None where losses are not scaled."""
+        return self.outcome.ask().loss_scale
 
     @property
     def clipped_norm(self) -> Tensor | None:
@@ -47,6 +64,11 @@ class StepResult:
         if self.norm_after_clip_value is not None or self.grad_norm is None:
             return self.norm_after_clip_value
         return self.grad_norm if self.clip_factor is None else self.grad_norm * self.clip_factor
+
+    def __repr__(self) -> str:
+        names = ("loss", "aux", "grad_norm", "clip_factor", "skipped", "skip_reason", "applied", "step", "loss_scale")
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, "mean_loss"))
+        return f"StepResult({shown})"
 
 
 def describe_nonfinite(code: int, grad_keys: list[str], loss: Tensor) -> tuple[str, str | None]:

@@ -42,12 +42,17 @@ class StepState:
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of it that a run of the graph changes."""
-        return [*self.masters.tensors.values(), *(self.window.tensors if self.window is not None else ())]
+        own: list[Tensor] = list(self.masters.tensors.values())
+        if self.window is not None:
+            own += self.window.tensors
+        if self.scaler is not None:
+            own += [self.scaler.scale, *([] if self.scaler.trackers is None else [self.scaler.trackers])]
+        return own
 
     def tensor(self, spec: InputSpec) -> Tensor | None:
         """The tensor behind an input of the graph, the same at every call; None where ``spec`` is none of the step's own."""
         if spec.role is InputRole.SCALER and self.scaler is not None:
-            return self.scaler.scale
+            return self.scaler.for_graphs(spec.key)
         if spec.role is InputRole.MASTER:
             return self.masters.tensors[spec.key]
         if spec.role is InputRole.WINDOW and self.window is not None:

@@ -33,27 +33,33 @@ class Tally:
         self.skips_in_a_row = 0
 
     def not_finite(
-        self, code: int, reason: str, parameter: str | None, options: StepOptions, scaler: Scaler | None
+        self,
+        number: int,
+        code: int,
+        reason: str,
+        parameter: str | None,
+        options: StepOptions,
+        scaler: Scaler | None,
     ) -> None:
-        """An update was left out, since something was not finite.
+        """The update with this number was left out, since something was not finite.
 
         Raises:
             NonFiniteError: the options ask for it, or too many were left out in a row.
         """
         if options.nonfinite != "skip" or (options.error_if_nonfinite and code != NONFINITE_LOSS):
             raise NonFiniteError(
-                f"step {self.updates}: {reason}. Parameters and optimizer state are unchanged. "
+                f"step {number}: {reason}. Parameters and optimizer state are unchanged. "
                 "step.find_nonfinite(batch) names the operator that made it.",
                 parameter,
             )
-        self.skipped(reason)
+        self.skipped(number, reason)
         self.skips_in_a_row += 1
         count = self.skips_in_a_row
         if count not in (options.skips_before_warning, options.skips_before_error):
             return
         where = "" if scaler is None else f" The loss scale is {scaler.value:g}."
         what = (
-            f"step {self.updates}: {count} updates in a row were skipped, the last since {reason}.{where} Parameters and "
+            f"step {number}: {count} updates in a row were skipped, the last since {reason}.{where} Parameters and "
             "optimizer state are unchanged since. step.find_nonfinite(batch) names the operator that made it."
         )
         if count == options.skips_before_error:
@@ -61,7 +67,7 @@ class Tally:
             raise NonFiniteError(what, parameter)
         warn_user(what)
 
-    def skipped(self, reason: str) -> None:
-        """An update was left out."""
+    def skipped(self, number: int, reason: str) -> None:
+        """The update with this number was left out."""
         self.skips += 1
-        logger.warning("step %d: the update is skipped, since %s", self.updates, reason)
+        logger.warning("step %d: the update is skipped, since %s", number, reason)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from stepgraph.graph import OutputRole, Phase, StepGraph
+from stepgraph.passes import SkipOnDevice
+from stepgraph.runtime import LossScale
 
 from . import fixtures, oracle
 from .graphs import Subject, own, subject
@@ -111,6 +113,7 @@ class Graphs(NamedTuple):
     """One step as captured, with clipping, without, with clipping under a loss scale, in and at the end of a window.
 
     Folded: at the end of a window under a loss scale, for a compiler and for fused kernels; and with clipping by value.
+    Deferred: a scaled step whose update is left out on the device.
     """
 
     captured: StepGraph
@@ -122,6 +125,7 @@ class Graphs(NamedTuple):
     folded: StepGraph
     folded_kernels: StepGraph
     folded_value: StepGraph
+    deferred: StepGraph
 
 
 @functools.cache
@@ -138,6 +142,7 @@ def graphs_of(name: str) -> Graphs:
         of.last_of_window(scales_loss=True, for_compiler=True, folds=True),
         of_fused.last_of_window(scales_loss=True, folds=True),
         of.rewritten(clip_value=1.0, scales_loss=True, for_compiler=True, folds=True),
+        of_fused.rewritten(max_norm=1.0, scales_loss=True, on_device=SkipOnDevice(LossScale().numbers)),
     )
 
 

@@ -131,15 +131,15 @@ def _kernel(graph: StepGraph) -> fx.Node:
 @mutant(RULE, form="folded_kernels")
 def kernel_takes_the_factor_itself(graph: StepGraph) -> str:
     kernel = _kernel(graph)
-    scale = kernel.args[-1]
-    kernel.args = (*kernel.args[:-1], scale.args[0])  # type: ignore[union-attr]
+    scale = kernel.args[-2]
+    kernel.args = (*kernel.args[:-2], scale.args[0], None)  # type: ignore[union-attr]
     return f"{key_of(kernel)} divides gradients by"
 
 
 @mutant(RULE, form="folded_kernels")
 def kernel_takes_the_loss_scale_alone(graph: StepGraph) -> str:
     kernel = _kernel(graph)
-    kernel.args = (*kernel.args[:-1], graph.input_nodes(InputRole.SCALER)["scale"])
+    kernel.args = (*kernel.args[:-2], graph.input_nodes(InputRole.SCALER)["scale"], None)
     return f"{key_of(kernel)} divides gradients by"
 
 

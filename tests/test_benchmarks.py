@@ -78,6 +78,25 @@ def test_gpu_check_compares_bit_for_bit(load) -> None:
     ]
 
 
+def test_gpu_check_tells_whether_steps_wait(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_check = load("gpu_check")
+    assert all("| for the gate" in line and "10 of 10" in line for line in gpu_check.without_waiting("cpu")[2:4])
+    monkeypatch.setattr("stepgraph.runtime.compiled.reads_are_cheap", lambda device: False)
+    assert [line.split(" | ")[1] for line in gpu_check.without_waiting("cpu")[2:]] == ["never"] * 3
+
+
+def test_gpu_check_finds_the_region_that_becomes_a_cuda_graph(load) -> None:
+    gpu_check = load("gpu_check")
+    model, _, batch, options = gpu_check.preset_parts("llama-tiny")
+    optimizer = gpu_check.torch.optim.AdamW(model.eval().parameters(), fused=True)
+    step = gpu_check.sg.compile_train_step(model, optimizer, **options, lowering="inductor")
+    run, inputs, operators = gpu_check.largest_region(step, batch)
+    assert operators > 100
+    with gpu_check.torch.no_grad():
+        first, second = run(*inputs), run(*inputs)
+    assert all(gpu_check.torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_gpu_check_without_a_gpu_says_so(load, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("gpu_check").main(["--device", "cuda"]) == (0 if __import__("torch").cuda.is_available() else 1)
     assert "no CUDA device here" in capsys.readouterr().err

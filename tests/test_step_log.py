@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import stepgraph as sg
-from stepgraph.runtime import StepResult
+from stepgraph.runtime import Outcome, StepResult
 from stepgraph.tools.cli import main
 from stepgraph.tools.norms import norm_report
 
@@ -161,7 +161,9 @@ def test_a_raised_step_is_in_the_log(tmp_path: Path) -> None:
 
 def outcome(step: int, skipped: bool, scale: float | None = None) -> StepResult:
     one = torch.ones(())
-    return StepResult(one, None, one, None, skipped, "bad" if skipped else None, not skipped, step, scale)
+    known = Outcome(step, reason="bad" if skipped else None)
+    known.is_known, known.applied, known.loss_scale = True, not skipped, scale
+    return StepResult(one, None, one, None, step, known)
 
 
 def fed(log: sg.StepLog, skips: list[bool], scales: list[float] | None = None) -> list[tuple[int, str]]:
