@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import LossCall, check_model, check_optimizer, flatten_batch, tensors_of, warn_user
-from .device import read_later
+from .device import read_later, reads_are_cheap
 from .errors import ConfigError, NotYetAttributeError, NotYetError
 from .graph import OutputRole, StepGraph
 from .runtime import (
@@ -40,6 +40,7 @@ from .runtime import (
     VerifyReport,
     Window,
     check_choice,
+    check_flag,
     check_weight,
     checked_options,
     describe_compiled,
@@ -80,6 +81,7 @@ def compile_train_step(
     nonfinite: str = "skip",
     skips_before_warning: int | None = 20,
     skips_before_error: int | None = 100,
+    spare_backward: bool = False,
     accumulate: int = 1,
     memory_budget: int | str | None = None,
     mesh: Any = None,
@@ -120,9 +122,18 @@ def compile_train_step(
             backs off in either case.
         skips_before_warning: how many updates in a row are skipped before a warning; None is never.
         skips_before_error: and before :class:`NonFiniteError`, which names the parameter.
+        spare_backward: ends a step whose loss is not finite before its backward, where reading the loss is cheap (CPU); the
+            skip then names no parameter, and its ``grad_norm`` is NaN.
         accumulate: how many batches, here micro-batches, make an update: gradients are summed and divided by their number, or
             by the sum of their weights, before norm and clip. Each call takes one; the last of a window updates.
-        log: path of a CSV with a row for each update, or a :class:`StepLog` with its alarms.
+            The sums, of weight times gradient, are divided once, by the sum of weights: the bits of ``(loss / k).backward()``
+            where k is a power of two, otherwise those of a loop that divides the sums.
+        log: path of a CSV with a row for each update, or a :class:`StepLog` with its alarms. The file of an earlier run is
+            kept under another name.
+        numerics: ``"exact"`` gives the bits of eager; ``"fast"`` may round differently, within what :meth:`TrainStep.verify`
+            allows.
+        lowering: ``"eager"`` runs each operator by itself, ``"inductor"`` compiles forward and backward, under ``"fast"`` the
+            update too; ``"auto"`` is ``"inductor"`` under ``"fast"``, else ``"eager"``.
         verify: ``"first"`` runs eager beside the graph at the first step and warns where any bit differs.
 
     The other arguments belong to the contract and are not implemented yet: away from their defaults they raise.
@@ -150,6 +161,7 @@ def compile_train_step(
         nonfinite=nonfinite,
         skips_before_warning=skips_before_warning,
         skips_before_error=skips_before_error,
+        spare_backward=spare_backward,
         accumulate=accumulate,
         numerics=numerics,
         lowering=lowering,
@@ -160,8 +172,8 @@ def compile_train_step(
         mesh=(mesh, mesh is None),
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
     )
-    if not isinstance(fp32_outputs, bool):
-        raise ConfigError(f"fp32_outputs must be True or False, got {fp32_outputs!r}")
+    check_flag("fp32_outputs", fp32_outputs)
+    check_flag("master_weights", master_weights)
     call = LossCall(loss_fn, criterion, AUTOCAST_DTYPES[precision], fp32_outputs=fp32_outputs)
     return TrainStep(
         model,
@@ -170,7 +182,7 @@ def compile_train_step(
         options,
         plan=str(plan),
         verify_first=verify == "first",
-        master_weights=bool(master_weights),
+        master_weights=master_weights,
         log=log if log is None or isinstance(log, StepLog) else StepLog(log),
         precision=precision,
     )
@@ -221,6 +233,11 @@ class TrainStep:
         self._options = options
         self._plan = plan
         self._verify_first = verify_first
+        if options.spare_backward and not reads_are_cheap(self._device):
+            raise ConfigError(
+                f"spare_backward=True reads each loss before its backward, and on {self._device.type} every step would wait "
+                "for the device; leave it out"
+            )
         if not master_weights:
             refuse_16_bit_parameters(tensors.params, options)
         scale = options.loss_scale
@@ -490,12 +507,15 @@ class TrainStep:
 
     def _finish(self, compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> StepResult:
         """Takes over what an update left, and tells what became of it."""
-        loss, code = variant.first(OutputRole.LOSS, outputs), variant.first(OutputRole.NONFINITE, outputs)
+        loss, code = variant.first(OutputRole.LOSS, outputs), variant.nonfinite_code(outputs)
         self._tally.updates += 1
         number = self._tally.updates
         variant.binding.store(outputs)
         self._state.masters.note()
-        norm = self._last_norm = variant.first(OutputRole.NORM, outputs)
+        norm = variant.first(OutputRole.NORM, outputs)
+        if norm is None:  # the backward was spared
+            norm = torch.full((), torch.nan, dtype=variant.norm_dtype, device=self._device)
+        self._last_norm = norm
         has_batch = variant.part is None or variant.part.has_batch
         mean_loss = None
         if self._state.window is not None:

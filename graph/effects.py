@@ -162,7 +162,11 @@ def _declared_effects(target: torch._ops.OpOverload) -> Effects:
 
 
 # Operators of stepgraph's own (graph/ops.py); the twins of fused kernels declare what they write in their schema.
-_OWN: dict[str, Effects] = {"stepgraph::nonfinite_code": PURE, "stepgraph::gate": Effects(control=True)}
+_OWN: dict[str, Effects] = {
+    "stepgraph::nonfinite_code": PURE,
+    "stepgraph::loss_code": PURE,
+    "stepgraph::gate": Effects(control=True),
+}
 
 
 def _may_be_positive(value: Any) -> bool:

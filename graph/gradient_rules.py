@@ -197,8 +197,15 @@ def _is_empty(node: fx.Node) -> bool:
 
 
 def gate_guards_the_update(graph: StepGraph) -> Iterator[str]:
-    """There is at most one gate, it sees every gradient, and the whole update comes after it."""
+    """There is at most one gate after the backward, it sees every gradient, and the whole update comes after it.
+
+    One before the backward sees the loss.
+    """
     gates = [n for n in graph.calls if effects_of(n).control]
+    spared = graph.output_of(OutputRole.SPARED)
+    if spared is not None:
+        yield from _gate_before_backward(graph, spared)
+        gates = [n for n in gates if n is not spared]
     if graph.output_of(OutputRole.NONFINITE) is None:
         if gates:
             yield f"{name_of(gates[0])} decides over the update but its outcome is no output"
@@ -217,6 +224,16 @@ def gate_guards_the_update(graph: StepGraph) -> Iterator[str]:
             break
         if node.meta["phase"] is Phase.UPDATE:
             yield f"{name_of(node)} updates before the gate"
+
+
+def _gate_before_backward(graph: StepGraph, gate: fx.Node) -> Iterator[str]:
+    losses = [graph.output_of(role) for role in (OutputRole.LOSS_SUM, OutputRole.LOSS)]
+    wanted = next(node for node in losses if node is not None)
+    code = gate.args[0]
+    if not effects_of(gate).control or not isinstance(code, fx.Node) or code.args != (wanted,):
+        yield f"{name_of(gate)} decides over the backward and does not look at the loss"
+    if gate.meta["phase"] is not Phase.FORWARD:
+        yield f"{name_of(gate)} decides over the backward within it"
 
 
 def _is_decided_on_the_device(graph: StepGraph) -> bool:

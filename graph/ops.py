@@ -56,6 +56,11 @@ def _fake_code(loss: Tensor, norm: Tensor, grads: list[Tensor], norm_decides: bo
     return torch.empty((), dtype=torch.int64)
 
 
+def loss_code(loss: Tensor) -> Tensor:
+    """0-dim int64 on the CPU: ``NONFINITE_LOSS`` where ``loss``, of one element, is not finite, else 0."""
+    return torch.tensor(0 if math.isfinite(loss.item()) else NONFINITE_LOSS)
+
+
 def nonfinite_code_on_device(loss: Tensor, norm: Tensor, norms: Tensor) -> Tensor:
     """The same from the norms alone, without reading anything on the host: a norm that overflows counts as non-finite.
 
@@ -120,6 +125,7 @@ _define(
     "nonfinite_code(Tensor loss, Tensor norm, Tensor[] grads, bool norm_decides) -> Tensor", nonfinite_code, _fake_code
 )
 _define("gate(Tensor code) -> Tensor", gate, torch.empty_like)
+_define("loss_code(Tensor loss) -> Tensor", loss_code, lambda loss: torch.empty((), dtype=torch.int64))
 _define(
     "nonfinite_code_on_device(Tensor loss, Tensor norm, Tensor norms) -> Tensor",
     nonfinite_code_on_device,

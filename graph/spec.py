@@ -53,6 +53,7 @@ class OutputRole(str, enum.Enum):
     CLIP_FACTOR = "clip_factor"
     CLIPPED_NORM = "clipped_norm"  # the norm once more, of gradients that were clipped by value
     NONFINITE = "nonfinite"
+    SPARED = "spared"  # not 0 where the step ended before its backward, since the loss is not finite
     LOSS_SUM = "loss_sum"  # weighted sum of the losses of the window so far
     BUFFER = "buffer"  # the tensor that forward bound to a buffer or attribute, to be bound by the runtime
     STATE = "state"  # optimizer state that the step created, to be stored by the runtime

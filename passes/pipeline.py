@@ -25,18 +25,23 @@ from .host_scalars import HostScalars
 from .loss_scale import ScaleLoss
 from .skip import Skip
 from .skip_on_device import SkipOnDevice
+from .spare_backward import SpareBackward
 from .unscale import Unscale
 from .update import Update
 
 _ALL: tuple[type[Pass], ...] = (
-    ScaleLoss, Clean, Fp32Gradients, Accumulate, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update, SkipOnDevice,
-    HostScalars, Fold,
+    ScaleLoss, Clean, Fp32Gradients, Accumulate, SpareBackward, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update,
+    SkipOnDevice, HostScalars, Fold,
 )  # fmt: skip
 PASSES: dict[str, type[Pass]] = {p.name: p for p in _ALL}
 
 
 def backward_passes(
-    *, scales_loss: bool = False, masters: frozenset[str] = frozenset(), accumulate: Accumulate | None = None
+    *,
+    scales_loss: bool = False,
+    masters: frozenset[str] = frozenset(),
+    accumulate: Accumulate | None = None,
+    spares: bool = False,
 ) -> list[Pass]:
     """The passes up to the gradients, in order; all there are for a micro-batch that is not the last of its window."""
     passes: list[Pass] = [ScaleLoss(), Clean()] if scales_loss else [Clean()]
@@ -44,6 +49,8 @@ def backward_passes(
         passes.append(Fp32Gradients(keys=masters))
     if accumulate is not None:
         passes.append(accumulate)
+    if spares:
+        passes.append(SpareBackward())
     return passes
 
 
@@ -62,16 +69,18 @@ def training_passes(
     for_compiler: bool = False,
     folds: bool = False,
     on_device: SkipOnDevice | None = None,
+    spares: bool = False,
 ) -> list[Pass]:
     """The passes of a training step, in order.
 
     ``accumulate`` sums over a window of micro-batches; None where each batch is an update. Without
     ``has_backward``, the gradients are those of the window alone (:func:`flush_graph`). ``for_compiler`` is the fast tier:
     clip and update in a form that a compiler can fuse, rounded differently. So is ``folds``: see :class:`Fold`.
-    ``on_device`` leaves updates out where they are, instead of at a gate.
+    ``on_device`` leaves updates out where they are, instead of at a gate. ``spares`` ends a step whose loss is not finite
+    before its backward.
     """
     if has_backward:
-        passes = backward_passes(scales_loss=scales_loss, masters=masters, accumulate=accumulate)
+        passes = backward_passes(scales_loss=scales_loss, masters=masters, accumulate=accumulate, spares=spares)
     else:
         passes = [accumulate] if accumulate is not None else []
     if scales_loss:

@@ -28,6 +28,7 @@ from .nonfinite import first_nonfinite as first_nonfinite
 from .options import AUTOCAST_DTYPES as AUTOCAST_DTYPES
 from .options import StepOptions as StepOptions
 from .options import check_choice as check_choice
+from .options import check_flag as check_flag
 from .options import checked_options as checked_options
 from .options import settings_of as settings_of
 from .outcome import LARGEST_DELAY as LARGEST_DELAY

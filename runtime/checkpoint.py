@@ -70,7 +70,7 @@ def restore(subjects: Subjects, state: dict[str, Any], *, strict: bool = True) -
         strict: whether everything has to be there and fit; otherwise what is there and fits is taken.
 
     Returns:
-        ``extra``, as it was saved; None from a plain checkpoint.
+        ``extra``, as it was saved; None from a plain checkpoint, of which ``scaler``, a ``GradScaler``'s state, is taken too.
 
     Raises:
         ConfigError: a list of what is missing, left over, or of another shape or dtype.
@@ -86,8 +86,6 @@ def restore(subjects: Subjects, state: dict[str, Any], *, strict: bool = True) -
     _restore_model(subjects.model, found.model)
     if found.optimizer is not None:
         _restore_optimizer(subjects.optimizer, found.optimizer)
-    if found.own is None:
-        return None
     _restore_own(subjects, found.own)
     return found.own.get("extra")
 
@@ -210,8 +208,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"there is no checkpoint at {file}")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ConfigError(
-            f"{file} is no checkpoint that can be read safely: {str(error).strip().splitlines()[0]}"
-        ) from error
+    except Exception as error:  # torch.load raises what its parts happen to raise on broken files
+        what = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        raise ConfigError(f"{file} is no checkpoint that can be read safely ({what})") from error
     return state  # type: ignore[no-any-return]

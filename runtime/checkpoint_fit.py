@@ -39,13 +39,15 @@ class Fit:
     Attributes:
         model: the saved ``model.state_dict()``.
         optimizer: the saved ``optimizer.state_dict()`` with parameters numbered as they are here; None where it does not fit.
-        own: those parts of the step's own state that are whole; None from a plain checkpoint.
+        own: those parts of the step's own state that are whole; of a plain checkpoint, the state of its ``GradScaler``, if any.
+        is_plain: whether it was not saved by a step.
         problems: what is missing, left over, or of another kind, one line each.
     """
 
     model: dict[str, Any]
     optimizer: dict[str, Any] | None = None
-    own: dict[str, Any] | None = None
+    own: dict[str, Any] = field(default_factory=dict)
+    is_plain: bool = True
     problems: list[str] = field(default_factory=list)
 
 
@@ -66,21 +68,31 @@ def fit(subjects: Subjects, state: Any) -> Fit:
         if not isinstance(own, dict) or own.get("format") != FORMAT:
             got = own.get("format") if isinstance(own, dict) else type(own).__name__
             raise ConfigError(f"the checkpoint has format {got}; this version reads {FORMAT}")
-        found.own = {}
+        found.is_plain = False
         for name, check in _CHECKS.items():
             problems = [f"{name}: missing"] if name not in own else list(check(subjects, own[name]))
             found.problems += problems
             if not problems or name in _TAKEN_IN_PARTS & own.keys():
                 found.own[name] = own[name]
+    elif subjects.state.scaler is not None and (scaler := grad_scaler_state(state.get("scaler"))) is not None:
+        problems = list(_scaler_problems(subjects, scaler))
+        found.problems += problems
+        found.own = {} if problems else {"scaler": scaler}
     optimizer = next((state[name] for name in _OPTIMIZER_NAMES if name in state), None)
     if not _is_optimizer_state(optimizer):
         found.problems.append("optimizer: missing" if optimizer is None else "optimizer: no state of an optimizer")
         return found
     found.optimizer, problems = _ordered(subjects, optimizer, found.own)
     found.problems += problems
-    if found.own is not None:
-        found.problems += _missing_masters(subjects, found)
+    found.problems += _missing_masters(subjects, found)
     return found
+
+
+def grad_scaler_state(saved: Any) -> dict[str, Any] | None:
+    """The state of a torch ``GradScaler`` as that of a loss scale; None where it is none, or of one that was switched off."""
+    if not isinstance(saved, dict) or not {"scale", "_growth_tracker"} <= saved.keys():
+        return None
+    return {"scale": saved["scale"], "growth_tracker": saved["_growth_tracker"], "hysteresis_tracker": 1}
 
 
 def describe(value: Any) -> str:
@@ -129,14 +141,12 @@ def _is_optimizer_state(saved: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
 
 
-def _ordered(
-    subjects: Subjects, saved: dict[str, Any], own: dict[str, Any] | None
-) -> tuple[dict[str, Any] | None, list[str]]:
+def _ordered(subjects: Subjects, saved: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
     """The saved state with parameters numbered as they are here, and what keeps it from fitting."""
     optimizer = subjects.optimizer
     here = names_of_groups(subjects.model, optimizer)
     sizes = [len(group["params"]) for group in saved["param_groups"]]
-    there = here if own is None or "names" not in own else own["names"]  # a plain checkpoint knows positions only
+    there = own.get("names", here)  # a plain checkpoint knows positions only
     if [len(names) for names in there] != sizes or len(here) != len(there):
         return None, [f"optimizer: groups of {sizes} parameters, here of {[len(names) for names in here]}"]
     problems = []
@@ -151,7 +161,7 @@ def _ordered(
     for group, names in zip(saved["param_groups"], there, strict=True):
         numbers.update(zip(names, group["params"], strict=True))
     by_name = {name: saved["state"][number] for name, number in numbers.items() if number in saved["state"]}
-    unfit = list(_state_problems(subjects, here, by_name, {} if own is None else own.get("entries", {})))
+    unfit = list(_state_problems(subjects, here, by_name, own.get("entries", {})))
     fitting = by_name.keys() - {name for name, _ in unfit}
     state, groups, position = {}, [], 0
     for index, (group, names) in enumerate(zip(saved["param_groups"], here, strict=True)):
@@ -270,8 +280,8 @@ def _masters_problems(subjects: Subjects, saved: Any) -> Iterator[str]:
 
 def _missing_masters(subjects: Subjects, found: Fit) -> Iterator[str]:
     """An update makes masters before it makes state."""
-    masters = (found.own or {}).get("masters")
-    for name in (found.own or {}).get("entries", {}):
+    masters = found.own.get("masters")
+    for name in found.own.get("entries", {}):
         if masters is not None and subjects.state.masters.may_have(name) and name not in masters:
             yield f"masters: {name} is missing"
 
@@ -280,12 +290,24 @@ def _scaler_problems(subjects: Subjects, saved: Any) -> Iterator[str]:
     here = subjects.state.scaler
     if (here is None) != (saved is None):
         yield f"loss scale: {saved or 'none'}, here {here and here.state_dict() or 'none'}"
-    elif here is not None:
-        yield from (f"loss scale: {name} is missing" for name in here.state_dict() if name not in saved)
-        yield from (f"loss scale: {name} is {v!r}" for name, v in saved.items() if not _is_count_or_scale(v))
+        return
+    if here is None:
+        return
+    if not isinstance(saved, dict):
+        yield f"loss scale: {saved!r}"
+        return
+    for name in here.state_dict():
+        if name not in saved:
+            yield f"loss scale: {name} is missing"
+        elif name != "scale" and not isinstance(saved[name], int):
+            yield f"loss scale: {name} is {saved[name]!r}"
+    if "scale" in saved and (problem := here.problem_with(saved["scale"])):
+        yield f"loss scale: {problem}"
+    if isinstance(saved.get("growth_tracker"), int) and saved["growth_tracker"] < 0:
+        yield f"loss scale: growth_tracker is {saved['growth_tracker']}"
 
 
-def _is_count_or_scale(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -305,14 +327,19 @@ def _window_problems(subjects: Subjects, saved: Any) -> Iterator[str]:
         yield f"window: count is {count!r}"
     elif count >= here.size:
         yield f"window: {count} micro-batches so far, here {here.size} make an update"
-    if not (_is_count_or_scale(saved["weight_sum"]) and saved["weight_sum"] >= 0):
+    if not (_is_finite_number(saved["weight_sum"]) and saved["weight_sum"] >= 0) or (
+        isinstance(count, int) and count and saved["is_weighted"] is False and saved["weight_sum"] != count
+    ):
         yield f"window: weight_sum is {saved['weight_sum']!r}"
     if not isinstance(saved["loss_sum"], float):
         yield f"window: loss_sum is {saved['loss_sum']!r}"
     if saved["is_weighted"] not in (None, True, False):
         yield f"window: is_weighted is {saved['is_weighted']!r}"
     params = {held.key: held.tensor for held in tensors_of(subjects.model).params}
-    gradients = saved["gradients"] if isinstance(saved["gradients"], dict) else {"gradients": saved["gradients"]}
+    gradients = saved["gradients"]
+    if not isinstance(gradients, dict) or (not gradients and saved["weight_sum"]):
+        yield "window: it holds no gradients"
+        return
     for name, value in gradients.items():
         if name not in params:
             yield f"window: {name} is left over"

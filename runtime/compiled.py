@@ -65,6 +65,12 @@ class Program:
         positions = self.outputs[role]
         return values[positions[0]] if positions else None
 
+    def nonfinite_code(self, values: list[Any]) -> Tensor | None:
+        """Why the update was left out, or 0; None where nothing was checked."""
+        spared: Tensor | None = self.first(OutputRole.SPARED, values)
+        code: Tensor | None = self.first(OutputRole.NONFINITE, values)
+        return spared if code is None and spared is not None and int(spared) else code
+
     def gradients(self, values: list[Any]) -> dict[str, Tensor | None]:
         """The gradients among ``values``, by parameter key."""
         return {self.graph.outputs[i].key: values[i] for i in self.outputs[OutputRole.GRAD]}
@@ -87,6 +93,12 @@ class Variant(Program):
     may_round: bool = False
     is_read_later: bool = False
     part: Part | None = None
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Of the gradient norm."""
+        dtype: torch.dtype = self.graph.output_of(OutputRole.NORM).meta["val"].dtype
+        return dtype
 
     def inputs(self, batch_tensors: list[Tensor]) -> list[Any]:
         """The graph's inputs, for an optimizer that the variant's guard has matched."""
@@ -178,6 +190,7 @@ class CompiledBatch:
                 for_compiler=compiles_update,
                 folds=options.is_fast and (options.uses_inductor or not compiles_update),
                 on_device=on_device,
+                spares=self._options.spare_backward,
             )
             records = run_passes(graph, passes)
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
@@ -215,7 +228,10 @@ class CompiledBatch:
         with garbage_collection_paused():
             graph = self.step.graph.copy()
             passes = backward_passes(
-                scales_loss=self._options.loss_scale is not None, masters=masters, accumulate=self._accumulate(part)
+                scales_loss=self._options.loss_scale is not None,
+                masters=masters,
+                accumulate=self._accumulate(part),
+                spares=self._options.spare_backward,
             )
             records = run_passes(graph, passes)
         program = lowered(graph, self._regions, compiles_update=False) if self._options.uses_inductor else graph

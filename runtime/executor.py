@@ -91,8 +91,8 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
     unused = [names[n] for n in placeholders if not n.users]
     lines += [f"    del {name}" for name in unused]
     base = "    "
-    behind_gate: list[fx.Node] = []
-    is_gated = is_graded = False
+    behind_gates: list[set[fx.Node]] = []
+    is_graded = False
     for i, node in enumerate(graph.calls):
         if node.meta["grad_mode"] != is_graded:
             is_graded = not is_graded
@@ -103,20 +103,23 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
         args += [f"{k}={_literal(v, names, constants)}" for k, v in node.kwargs.items()]
         function = constants.add(_DIRECT.get(node.target, node.target), "f")
         lines.append(f"{indent}{names[node]} = {function}({', '.join(args)})  # {node.meta['key'].name}")
-        if is_gated:
-            behind_gate.append(node)
+        for behind in behind_gates:
+            behind.add(node)
         freed = [names[n] for n in last_uses[node]]
         if freed:
             lines.append(f"{indent}del {', '.join(freed)}")
         if effects_of(node).control:
             lines.append(f"{indent}if {names[node]}.item() == 0:")
-            base, is_gated = base + "    ", True
-    if is_gated:
-        computed = [v for v in graph.output_values if isinstance(v, fx.Node) and v in behind_gate]
+            base, is_graded = base + "    ", False
+            behind_gates.append(set())
+    if behind_gates:
         lines.append(f"{base}pass")
+    for behind in reversed(behind_gates):
+        base = base.removesuffix("    ")
+        computed = [v for v in graph.output_values if isinstance(v, fx.Node) and v in behind]
         if computed:
-            lines.append("    else:")
-            lines += [f"        {names[v]} = None" for v in computed]
+            lines.append(f"{base}else:")
+            lines += [f"{base}    {names[v]} = None" for v in computed]
     returned = ", ".join(_literal(v, names, constants) for v in graph.output_values)
     lines.append(f"    return [{returned}]")
     return "\n".join(lines) + "\n", namespace

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import StepGraph, family_of, written_nodes
+from ..errors import CaptureError
+from ..graph import StepGraph, StorageMap, family_of, written_nodes
 from ..torch_compat import compile_with_inductor
 from .norm_lowering import add_norm, is_large_in_memory, norm_operands
 from .progress import waiting
@@ -21,14 +22,22 @@ class CompiledRegion:
 
     __name__ = "region"
 
-    def __init__(self, region: Region) -> None:
-        self._run = _compile(region)
+    def __init__(self, region: Region, storages: StorageMap) -> None:
+        try:
+            self._run = _compile(region, storages)
+        except Exception as error:
+            raise CaptureError(
+                f"Inductor could not compile {len(region.nodes)} operators of the step, {region.nodes[0].meta['key'].name} to "
+                f"{region.nodes[-1].meta['key'].name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                remedy='lowering="eager" runs every operator as it is; the original error is chained below',
+            ) from error
 
     def __call__(self, *inputs: Any) -> Any:
         """The region's outputs, as a tuple or list."""
         return self._run(*inputs)
 
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 CompiledRegions = dict[Any, CompiledRegion]
 
 
@@ -40,10 +49,11 @@ def lowered(graph: StepGraph, compiled: CompiledRegions, *, compiles_update: boo
         compiles_update: whether clip and update are compiled too (fast tier).
     """
     parts = regions_of(graph, compiles_update=compiles_update)
+    storages = StorageMap(graph.graph)
     fresh = [part for part in parts if isinstance(part, Region) and part.identity not in compiled]
     for number, region in enumerate(fresh, 1):
         with waiting(f"compiling region {number} of {len(fresh)} ({len(region.nodes)} operators)"):
-            compiled[region.identity] = CompiledRegion(region)
+            compiled[region.identity] = CompiledRegion(region, storages)
     result = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.placeholders:
@@ -77,7 +87,7 @@ def _copied(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node]) -> f
     return copied
 
 
-def _compile(region: Region) -> Callable[..., Any]:
+def _compile(region: Region, storages: StorageMap) -> Callable[..., Any]:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for number, node in enumerate(region.inputs):
@@ -101,6 +111,9 @@ def _compile(region: Region) -> Callable[..., Any]:
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
             values[node].meta = {"val": node.meta["val"]}
+            if node.target in _VIEWS and not storages.is_written(node):
+                # a compiler lays out what it computes as it likes, so that a view may have to copy; nobody writes it
+                values[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(values[n] for n in region.outputs))
     return compile_with_inductor(fx.GraphModule(torch.nn.Module(), graph), [n.meta["val"] for n in inputs])
 

@@ -106,6 +106,19 @@ class Scaler:
         """The scale that the next step uses."""
         return self._value
 
+    def problem_with(self, scale: Any) -> str:
+        """Why a saved scale cannot be gone on with here; empty where it can."""
+        try:
+            check_scale("scale", scale)
+        except ConfigError as error:
+            return str(error)
+        if self.policy is None:
+            return "" if scale == self._value else f"{scale}, here {self._value}, which never changes"
+        largest = math.inf if self.policy.max_scale is None else self.policy.max_scale
+        if not self.policy.min_scale <= scale <= largest:
+            return f"{scale}, here between {self.policy.min_scale} and {largest}"
+        return ""
+
     def update(self, *, skipped: bool, is_moved: bool = False) -> None:
         """Moves the scale after an update that was, or was not, skipped.
 

@@ -23,6 +23,7 @@ class StepOptions:
         loss_scale: how losses are scaled: dynamically, by a fixed number, or not at all.
         skips_before_warning: how many updates in a row are skipped before a warning; None is never.
         skips_before_error: and before :class:`NonFiniteError`.
+        spare_backward: whether a step whose loss is not finite ends before its backward.
         accumulate: micro-batches of an update.
         is_fast: the fast tier.
     """
@@ -35,6 +36,7 @@ class StepOptions:
     loss_scale: LossScale | float | None = None
     skips_before_warning: int | None = 20
     skips_before_error: int | None = 100
+    spare_backward: bool = False
     accumulate: int = 1
     is_fast: bool = False
     uses_inductor: bool = False
@@ -51,6 +53,7 @@ def checked_options(
     nonfinite: str,
     skips_before_warning: Any,
     skips_before_error: Any,
+    spare_backward: Any,
     accumulate: Any,
     numerics: str,
     lowering: str,
@@ -78,6 +81,13 @@ def checked_options(
             raise ConfigError(f"{name} must be a whole number of updates, 1 or more, or None, got {count!r}")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate must be a whole number of micro-batches, 1 or more, got {accumulate!r}")
+    uses_inductor = lowering == "inductor" or (lowering == "auto" and numerics == "fast")
+    for name, flag in (("spare_backward", spare_backward), ("error_if_nonfinite", error_if_nonfinite)):
+        check_flag(name, flag)
+    if spare_backward and (nonfinite == "ignore" or error_if_nonfinite or uses_inductor):
+        other = 'nonfinite="ignore"' if nonfinite == "ignore" else "error_if_nonfinite=True"
+        other = 'lowering="inductor", which compiles forward and backward as one' if uses_inductor else other
+        raise ConfigError(f"spare_backward=True does not go with {other}; give one of them")
     return StepOptions(
         max_norm=float(max_norm) if max_norm else None,
         norm_type=float(norm_type),
@@ -87,9 +97,10 @@ def checked_options(
         loss_scale=_checked_loss_scale(precision, loss_scale, nonfinite),
         skips_before_warning=skips_before_warning,
         skips_before_error=skips_before_error,
+        spare_backward=spare_backward,
         accumulate=accumulate,
         is_fast=numerics == "fast",
-        uses_inductor=lowering == "inductor" or (lowering == "auto" and numerics == "fast"),
+        uses_inductor=uses_inductor,
     )
 
 
@@ -118,6 +129,12 @@ def _checked_loss_scale(precision: str, loss_scale: Any, nonfinite: str) -> Loss
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises :class:`ConfigError` where ``value`` is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import logging
 import os
@@ -175,6 +176,8 @@ class StepLog:
 
     def _open(self, first_step: int) -> None:
         """Opens the CSV for a row of this step, after those of earlier ones."""
+        if self._file is None:
+            self._set_aside(is_new=first_step == 1)
         kept = [] if first_step == 1 else [row for row in read_rows(self.path) if int(row["step"]) < first_step]
         if self._file is not None:
             self._file.close()
@@ -185,6 +188,28 @@ class StepLog:
         partial.replace(self.path)
         self._file = io.FileIO(self.path, "ab")
         self.path.with_suffix(".json").write_text(json.dumps(self._settings, indent=1) + "\n")
+
+    def _set_aside(self, *, is_new: bool) -> None:
+        """Gives another run's file another name.
+
+        Raises:
+            ConfigError: the file is something else.
+        """
+        if not self.path.exists() or not self.path.stat().st_size:
+            return
+        with self.path.open("rb") as file:
+            if file.readline() != _line(list(COLUMNS)):
+                raise ConfigError(f"{self.path} is there already and is no step log; give log= another path")
+            if not is_new or not file.readline():
+                return
+        numbers = (f"{self.path.stem}.{number}" for number in itertools.count(1))
+        stem = next(stem for stem in numbers if not self.path.with_name(stem + self.path.suffix).exists())
+        kept = self.path.with_name(stem + self.path.suffix)
+        self.path.rename(kept)
+        settings = self.path.with_suffix(".json")
+        if settings.exists():
+            settings.rename(kept.with_name(stem + ".json"))
+        warn_user(f"{self.path} held another run, which is now {kept.name}")
 
     def _watch(self, record: StepRecord) -> None:
         self._recent.append(record.skipped)

@@ -51,10 +51,10 @@ class VerifyReport:
         what = ", ".join(f"{n} {kind}" for kind, n in self.compared.items() if n)
         if self.ok:
             how = (
-                "bitwise equal to" if self.equal else f"within {self.deviation:.1e} (allowed: {self.tolerance:.0e}) of"
+                "bitwise equal to" if self.equal else f"within {self.deviation:.1e} (allowed: {self.tolerance:.2g}) of"
             )
             return f"{how} eager ({what})" + (f"; {self.detail}" if self.detail else "")
-        allowed = f"; {self.tolerance:.0e} is allowed" if self.tolerance else ""
+        allowed = f"; {self.tolerance:.2g} is allowed" if self.tolerance else ""
         lines = [f"differs from eager in {len(self.differences)} of the compared values ({what}){allowed}"]
         lines += [f"  {line}" for line in self.differences[:10]]
         if len(self.differences) > 10:
@@ -90,7 +90,8 @@ def verify_step(
         graph = dict(_values(subject, *_results(subject, outputs)))
     skipped = _skip_reason(compiled, variant, outputs)
     if skipped:
-        eager, graph = ({k: v for k, v in values.items() if not k.startswith(_UPDATED)} for values in (eager, graph))
+        without = _UPDATED if "gradient norm" in graph else (*_UPDATED, "gradient norm")
+        eager, graph = ({k: v for k, v in values.items() if not k.startswith(without)} for values in (eager, graph))
     remarks = [skipped] if skipped else []
     if not skipped and variant.may_round and _overflows_in_eager_only(eager, graph, call):
         without = (*_UPDATED, "gradient norm")
@@ -131,24 +132,25 @@ def _overflows_in_eager_only(eager: dict[str, Any], graph: dict[str, Any], call:
 
 
 def _skip_reason(compiled: CompiledBatch, variant: Variant, outputs: list[Any]) -> str:
-    code = variant.first(OutputRole.NONFINITE, outputs)
+    code = variant.nonfinite_code(outputs)
     if code is None or not int(code):
         return ""
     reason, _ = describe_nonfinite(int(code), variant.grad_keys, variant.first(OutputRole.LOSS, outputs))
     return f"the update is skipped, since {reason}; eager's update was not compared"
 
 
-def _results(subject: Subject, outputs: list[Any]) -> tuple[Tensor, Any, Tensor]:
+def _results(subject: Subject, outputs: list[Any]) -> tuple[Tensor, Any, Tensor | None]:
     variant = subject.variant
     variant.binding.store(outputs)
     aux = subject.compiled.aux_of(variant, outputs)
     return variant.first(OutputRole.LOSS, outputs), aux, variant.first(OutputRole.NORM, outputs)
 
 
-def _values(subject: Subject, loss: Tensor, aux: Any, norm: Tensor) -> Iterator[tuple[str, Any]]:
+def _values(subject: Subject, loss: Tensor, aux: Any, norm: Tensor | None) -> Iterator[tuple[str, Any]]:
     """Copies of everything that a step returns or changes, by name."""
     yield "loss", loss.detach().clone()
-    yield "gradient norm", norm.detach().clone()
+    if norm is not None:  # None where the backward was spared
+        yield "gradient norm", norm.detach().clone()
     for i, value in enumerate(pytree.tree_leaves(aux)):
         if value is not None:
             yield f"aux {i}", _copied(value)

@@ -132,9 +132,10 @@ def pair(
     accumulate: int,
     divide_early: bool = False,
     init_scale: float = 2.0**16,
+    further: dict[str, Any] | None = None,
     **clip: Any,
 ) -> tuple[HandWritten, sg.TrainStep]:
-    """A loop by hand and a compiled step on equal models."""
+    """A loop by hand and a compiled step, which has ``further`` options, on equal models."""
     eager, graph = oracle.twin(build)
     make = oracle.OPTIMIZERS[optimizer]
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2) if precision == "fp16" else None
@@ -150,6 +151,7 @@ def pair(
             accumulate=accumulate,
             **scale,
             **clip,
+            **(further or {}),
         )
     return loop, step
 

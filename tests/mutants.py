@@ -113,7 +113,7 @@ class Graphs(NamedTuple):
     """One step as captured, with clipping, without, with clipping under a loss scale, in and at the end of a window.
 
     Folded: at the end of a window under a loss scale, for a compiler and for fused kernels; and with clipping by value.
-    Deferred: a scaled step whose update is left out on the device.
+    Deferred: a scaled step whose update is left out on the device. Spared: one that may end before its backward.
     """
 
     captured: StepGraph
@@ -126,6 +126,7 @@ class Graphs(NamedTuple):
     folded_kernels: StepGraph
     folded_value: StepGraph
     deferred: StepGraph
+    spared: StepGraph
 
 
 @functools.cache
@@ -143,6 +144,7 @@ def graphs_of(name: str) -> Graphs:
         of_fused.last_of_window(scales_loss=True, folds=True),
         of.rewritten(clip_value=1.0, scales_loss=True, for_compiler=True, folds=True),
         of_fused.rewritten(max_norm=1.0, scales_loss=True, on_device=SkipOnDevice(LossScale().numbers)),
+        of.rewritten(max_norm=1.0, spares=True),
     )
 
 

@@ -382,3 +382,20 @@ def gate_looks_at_something_else(graph: StepGraph) -> str:
     nothing = added(graph, gate, Phase.NORM, aten.zeros_like.default, gate.args[0])
     gate.args = (nothing,)
     return f"the gate does not look at the gradient {key_of(gradients(graph)[0])}"
+
+
+@mutant("gate_guards_the_update", form="spared")
+def backward_depends_on_something_else(graph: StepGraph) -> str:
+    gate = call(graph, "gate", Phase.FORWARD)
+    other = added(graph, gate, Phase.FORWARD, aten.zeros_like.default, gate.args[0])
+    gate.args = (other,)
+    return f"{key_of(gate)} decides over the backward and does not look at the loss"
+
+
+@mutant("gate_guards_the_update", form="spared")
+def gate_amid_the_backward(graph: StepGraph) -> str:
+    gate = call(graph, "gate", Phase.FORWARD)
+    late = repeat(graph, gate, first_of(graph, Phase.NORM), Phase.BACKWARD)
+    gate.replace_all_uses_with(late)
+    graph.graph.erase_node(gate)
+    return f"{key_of(late)} decides over the backward within it"

@@ -291,6 +291,7 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
         ),
         (lambda s: s["stepgraph"].update(scaler={"scale": 2.0}), "loss scale: "),
         (lambda s: s["stepgraph"].update(window={"count": 1}), "window: there, here none"),
+        (lambda s: s["stepgraph"].update(scaler="64"), "loss scale: 64, here none"),
         (lambda s: s["stepgraph"].pop("window"), "window: missing"),
         (lambda s: s["stepgraph"].pop("tally"), "tally: missing"),
         (lambda s: s["stepgraph"]["tally"].pop("skips"), "tally: skips is missing"),
@@ -334,7 +335,7 @@ def test_other_groups_are_listed() -> None:
         (lambda w: w.update(weight_sum=float("nan")), "window: weight_sum is nan"),
         (lambda w: w.update(loss_sum="1"), "window: loss_sum is '1'"),
         (lambda w: w.update(is_weighted="no"), "window: is_weighted is 'no'"),
-        (lambda w: w.update(gradients=[]), r"window: gradients is left over"),
+        (lambda w: w.update(gradients=[]), r"window: it holds no gradients"),
         (lambda w: w["gradients"].update({"9.bias": torch.ones(1)}), r"window: 9\.bias is left over"),
         (
             lambda w: w["gradients"].update({"0.bias": torch.ones(1)}),
@@ -352,6 +353,36 @@ def test_a_window_that_does_not_fit_changes_nothing(change: Callable[[Any], Any]
     window = step._state.window.state_dict()
     assert window["count"] == sums["count"] == 1
     assert all(torch.equal(window["gradients"][k], sums["gradients"][k]) for k in sums["gradients"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.update(scale=-7), "between 2\\*\\*-126 and 2\\*\\*126, got -7"),
+        (lambda s: s.update(scale=float("nan")), "got nan"),
+        (lambda s: s.update(scale=2.0**20), "1048576.0, here between .* and 65536"),
+        (lambda s: s.update(growth_tracker=-7), "growth_tracker is -7"),
+        (lambda s: s.update(growth_tracker="7"), "growth_tracker is '7'"),
+        (lambda s: s.pop("hysteresis_tracker"), "hysteresis_tracker is missing"),
+    ],
+)
+def test_a_loss_scale_that_does_not_fit_changes_nothing(change: Callable[[Any], Any], message: str) -> None:
+    options: dict[str, Any] = {"precision": "fp16", "loss_scale": sg.LossScale(max_scale=2.0**16)}
+    state = spoiled(lambda s: change(s["stepgraph"]["scaler"]), **options)
+    step = linear(**options)
+    before, scaler = portrait(step.model, step.optimizer), step._state.scaler.state_dict()
+    with pytest.raises(sg.ConfigError, match=message):
+        step.load_state_dict(state)
+    assert_same(before, portrait(step.model, step.optimizer))
+    assert step._state.scaler.state_dict() == scaler
+    step.load_state_dict(state, strict=False)
+    assert step._state.scaler.state_dict() == scaler
+
+
+def test_a_static_scale_stays_what_it_is() -> None:
+    dynamic = linear(precision="fp16").state_dict()
+    with pytest.raises(sg.ConfigError, match=r"loss scale: .*, here 128\.0, which never changes"):
+        linear(precision="fp16", loss_scale=128).load_state_dict(dynamic)
 
 
 def fresh() -> sg.TrainStep:
@@ -380,6 +411,37 @@ def test_a_plain_checkpoint_is_checked_where_the_optimizer_has_no_state_yet(
     with pytest.raises(sg.ConfigError, match=message):
         fresh().load_state_dict(state)
     fresh().load_state_dict(plain(linear().state_dict()))
+
+
+def test_a_plain_checkpoint_with_a_grad_scaler(tmp_path: Path) -> None:
+    """A loop by hand for four steps, saved as it is in torch's examples, and continued by a step."""
+    options: dict[str, Any] = {"precision": "fp16", "loss_scale": sg.LossScale(init_scale=2.0**10, growth_interval=3)}
+    whole, step = linear(**options), linear(**options)
+    data = fixtures.inputs(2, 3, steps=7)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    for x in data[:4]:
+        whole(x)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": whole.state_dict()["stepgraph"]["scaler"]["scale"]})
+    saved = {**scaler.state_dict(), "_growth_tracker": whole.state_dict()["stepgraph"]["scaler"]["growth_tracker"]}
+    torch.save({**plain(whole.state_dict()), "scaler": saved, "epoch": 3}, tmp_path / "by_hand.pt")
+    assert step.load(tmp_path / "by_hand.pt") is None
+    for x in data[4:]:
+        assert step(x).loss_scale == whole(x).loss_scale
+    for mine, theirs in zip(step.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    torch.save({**plain(whole.state_dict()), "scaler": {**saved, "scale": -1.0}}, tmp_path / "bad.pt")
+    with pytest.raises(sg.ConfigError, match="got -1"):
+        step.load(tmp_path / "bad.pt")
+    linear().load(tmp_path / "by_hand.pt")  # fp32 needs no scale
+
+
+@pytest.mark.parametrize("broken", ["empty", "half", "text"])
+def test_a_broken_file_is_told_with_its_path(broken: str, tmp_path: Path) -> None:
+    path = linear().save(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "text": b"once upon a time"}[broken])
+    with pytest.raises(sg.ConfigError, match=r"checkpoint\.pt is no checkpoint that can be read"):
+        linear().load(tmp_path)
 
 
 def test_flags_that_another_version_of_torch_does_not_know_are_those_of_the_optimizer() -> None:

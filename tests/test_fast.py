@@ -301,3 +301,19 @@ def test_other_processes_find_what_was_compiled(tmp_path: Path) -> None:
     again, compiled_again = run()
     assert len(compiled_first) > 0
     assert (again, compiled_again) == (first, compiled_first), "the second process compiles nothing"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_model_that_keeps_its_cache_while_it_trains(precision: str) -> None:
+    """Transformers' default. Inductor lays out what the cache concatenates otherwise than eager does, and views follow."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    assert config.use_cache
+    model = transformers.GPT2LMHeadModel(config).train()
+    step = sg.compile_train_step(
+        model, torch.optim.AdamW(model.parameters(), fused=True), precision=precision, max_norm=1.0, numerics="fast"
+    )
+    ids = torch.randint(0, 32, (2, 16))
+    assert_close_for_steps(step, [{"input_ids": ids, "labels": ids}] * 2)

@@ -134,7 +134,8 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     other(torch.tensor(7.0))
     other(torch.tensor(8.0))
     assert [float(r["grad_l2_pre_clip"]) for r in rows(path)] == [1, 2, 3, 7, 8]
-    pulls(path, [9.0])
+    with pytest.warns(sg.StepGraphWarning, match="held another run"):
+        pulls(path, [9.0])
     assert [float(r["grad_l2_pre_clip"]) for r in rows(path)] == [9], "a run from the beginning begins the file"
 
 
@@ -328,3 +329,23 @@ def test_demos_end_well_and_skip_where_they_must(options: list[str], skips: list
 def test_a_demo_says_what_is_wrong_with_its_options(tmp_path: Path) -> None:
     status, _ = demo("--inject-inf", "50", out=tmp_path)
     assert status == 2
+
+
+def test_the_log_of_an_earlier_run_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    pulls(path, [1.0, 2.0, 3.0])
+    before = path.read_bytes()
+    for number in (1, 2):
+        with pytest.warns(sg.StepGraphWarning, match=rf"held another run, which is now steps\.{number}\.csv"):
+            pulls(path, [1.0])
+    assert (tmp_path / "steps.1.csv").read_bytes() == before
+    assert [len(rows(tmp_path / name)) for name in ("steps.csv", "steps.1.csv", "steps.2.csv")] == [1, 3, 1]
+    assert {p.name for p in tmp_path.glob("*.json")} == {"steps.json", "steps.1.json", "steps.2.json"}
+
+
+def test_a_file_that_is_no_log_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text("my,own,data\n")
+    with pytest.raises(sg.ConfigError, match="is no step log"):
+        pulls(path, [1.0])
+    assert path.read_text() == "my,own,data\n"

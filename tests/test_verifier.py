@@ -45,7 +45,7 @@ def test_valid_graphs_pass_at_level_2(name: str, form: str) -> None:
     verify(graph, level=2)
     assert graph.calls, "an empty graph breaks no rule"
     assert (graph.output_of(OutputRole.CLIP_FACTOR) is not None) == (
-        form in ("clipped", "scaled", "last", "folded", "folded_kernels", "deferred")
+        form in ("clipped", "scaled", "last", "folded", "folded_kernels", "deferred", "spared")
     )
 
 
