@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import stepgraph as sg
+from stepgraph.graph import StorageMap
 from stepgraph.runtime import Region, regions_of
 from stepgraph.tools.presets import PRESETS, preset_parts
 
@@ -189,7 +190,8 @@ def largest_region(step: sg.TrainStep, batch: Any) -> tuple[Callable[..., Any], 
         (p for p in regions_of(graph, compiles_update=False) if isinstance(p, Region)), key=lambda r: len(r.nodes)
     )
     values = dict(zip(graph.placeholders, compiled.inputs(variant, flat), strict=True))
-    return compiled._regions[region.identity], [values[n] for n in region.inputs], len(region.nodes)
+    identity = region.identity(StorageMap(graph.graph).is_written)
+    return compiled._regions[identity], [values[n] for n in region.inputs], len(region.nodes)
 
 
 def without_waiting(device: str) -> list[str]:

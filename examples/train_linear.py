@@ -58,6 +58,7 @@ def main() -> int:
     torch.manual_seed(0)
     model = nn.Linear(32, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    (arguments.out / "steps.csv").unlink(missing_ok=True)
     log = sg.StepLog(arguments.out / "steps.csv", console=True)
     scale: dict[str, Any] = {"loss_scale": sg.LossScale(init_scale=2.0**12)} if arguments.precision == "fp16" else {}
     step = sg.compile_train_step(

@@ -73,14 +73,14 @@ def folded_gradients_are_scaled_once(graph: StepGraph) -> Iterator[str]:
                 yield f"{name_of(node)} reads the gradient {name_of(operand)} as it came"
     yield from _norm_problems(graph, reads, divided)
     storages = {key: grad for grad in reads for key in storages_of(grad)}
+    is_behind_gate = not any(effects_of(n).control for n in graph.calls if n.meta["phase"] is Phase.NORM)
     for node in graph.calls:
         if node.meta["phase"] is Phase.NORM:
             for key in (key for operand in written_nodes(node) for key in storages_of(operand)):
                 if key in storages:
                     yield f"{name_of(node)} writes the gradient {name_of(storages[key])}, which the update scales"
-            if effects_of(node).control:
-                break
-        if gradient_behind(node) in reads:
+            is_behind_gate |= effects_of(node).control
+        if gradient_behind(node) in reads and not is_behind_gate:
             yield f"{name_of(node)} is computed before the gate"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,6 +25,8 @@ from .grad_norm import add_norm_call
 
 aten = torch.ops.aten
 
+EXTREME_SCALES = (2.0**-24, 2.0**24)
+
 
 @dataclass(frozen=True)
 class Fold(Pass):
@@ -35,7 +38,8 @@ class Fold(Pass):
     averaged itself. An update is left out at the gate, before it reads anything.
 
     Rounded differently: one product in the place of up to three. A norm overflows where that of the scaled gradients does,
-    which counts as non-finite.
+    which counts as non-finite; so this is for norms of types 1, 2 and infinity, and scales that are not extreme
+    (:func:`can_fold`).
 
     Without ``multiplies``, nothing is changed where the update reads gradients otherwise than through fused kernels.
 
@@ -63,6 +67,12 @@ class Fold(Pass):
             graph.graph.erase_node(change.node)
         _drop_unused(graph)
         return PassResult(True, intended={"gradients": len(grads)}, touched={"gradients": touched})
+
+
+def can_fold(norm_type: float, scale: float | None) -> bool:
+    """Whether the norm of scaled gradients is as good as that of unscaled ones: their powers neither overflow nor underflow."""
+    is_moderate = scale is None or EXTREME_SCALES[0] <= scale <= EXTREME_SCALES[1]
+    return norm_type in (1.0, 2.0, math.inf) and is_moderate
 
 
 class _Change(NamedTuple):
@@ -121,8 +131,9 @@ class _Factors:
 
     def __init__(self, graph: StepGraph, grads: list[fx.Node], changes: list[_Change]) -> None:
         self._graph = graph
-        gates = (n for n in graph.calls if effects_of(n).control)
-        self.position = next(gates, None) or _first_of_update(graph)
+        late = {change.node for change in changes if not change.is_before_norm}
+        behind_norm = (n for n in graph.calls if n in late or (effects_of(n).control and n.meta["phase"] is Phase.NORM))
+        self.position = next(behind_norm, None) or _first_of_update(graph)
         parts: dict[fx.Node, list[tuple[fx.Node, int]]] = {grad: [] for grad in grads}
         for change in changes:
             for grad in change.grads:

@@ -161,7 +161,7 @@ def _ordered(subjects: Subjects, saved: dict[str, Any], own: dict[str, Any]) -> 
     for group, names in zip(saved["param_groups"], there, strict=True):
         numbers.update(zip(names, group["params"], strict=True))
     by_name = {name: saved["state"][number] for name, number in numbers.items() if number in saved["state"]}
-    unfit = list(_state_problems(subjects, here, by_name, own.get("entries", {})))
+    unfit = list(_state_problems(subjects, here, by_name, own.get("entries")))
     fitting = by_name.keys() - {name for name, _ in unfit}
     state, groups, position = {}, [], 0
     for index, (group, names) in enumerate(zip(saved["param_groups"], here, strict=True)):
@@ -184,39 +184,41 @@ def _option_problems(index: int, optimizer: torch.optim.Optimizer, saved: dict[s
 
 
 def _state_problems(
-    subjects: Subjects, groups: list[list[str]], saved: dict[str, Any], described: dict[str, dict[str, str]]
+    subjects: Subjects, groups: list[list[str]], saved: dict[str, Any], described: dict[str, dict[str, str]] | None
 ) -> Iterator[tuple[str, str]]:
-    """Parameters whose saved state does not fit, each with a reason."""
+    """Parameters whose saved state does not fit, each with a reason.
+
+    ``described`` tells which had state when it was saved; None from a plain checkpoint.
+    """
     params = {held.key: held.tensor for held in tensors_of(subjects.model).params}
     for name, param in params.items():
         entries = saved.get(name)
         if entries is not None and not isinstance(entries, dict):
             yield name, f" has a {type(entries).__name__}, and should have entries by name"
             continue
-        for entry, kind in described.get(name, {}).items():
+        for entry, kind in (described or {}).get(name, {}).items():
             if entries is None or entry not in entries:
                 yield name, f"/{entry} is missing"
             elif _kind(entries[entry]) != kind:
                 yield name, f"/{entry} is {_kind(entries[entry])}, and was saved as {kind}"
-        for problem in _entry_problems(param, subjects.optimizer, entries):
-            yield name, problem
+        if entries is not None:
+            for problem in _entry_problems(param, subjects.optimizer, entries):
+                yield name, problem
+        elif saved and described is None and subjects.optimizer.state.get(param):
+            yield name, f" has no state, and has {', '.join(subjects.optimizer.state[param])} here"
     for names in groups:  # parameters of a group with as many dimensions have the same entries, where they have any
         present = [name for name in names if isinstance(saved.get(name), dict)]
         union: dict[int, set[str]] = {}
         for name in present:
             union.setdefault(params[name].ndim, set()).update(saved[name])
         for name in present:
-            for entry in sorted(union[params[name].ndim] - saved[name].keys() - described.get(name, {}).keys()):
+            for entry in sorted(union[params[name].ndim] - saved[name].keys() - (described or {}).get(name, {}).keys()):
                 yield name, f"/{entry} is missing"
 
 
-def _entry_problems(param: Tensor, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None) -> Iterator[str]:
+def _entry_problems(param: Tensor, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Iterator[str]:
     """Shapes are those of the live state. Where there is none, those of torch's optimizers broadcast to the parameter's."""
     live = optimizer.state.get(param, {})
-    if saved is None:
-        if live:
-            yield f" has no state, and has {', '.join(live)} here"
-        return
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     for entry, value in saved.items():
         if not isinstance(value, Tensor):

@@ -25,6 +25,7 @@ from ..passes import (
     PassRecord,
     SkipOnDevice,
     backward_passes,
+    can_fold,
     flush_graph,
     is_skippable,
     run_passes,
@@ -188,7 +189,7 @@ class CompiledBatch:
                 nonfinite=options.nonfinite,
                 update=update.graph,
                 for_compiler=compiles_update,
-                folds=options.is_fast and (options.uses_inductor or not compiles_update),
+                folds=self._folds(compiles_update),
                 on_device=on_device,
                 spares=self._options.spare_backward,
             )
@@ -210,6 +211,12 @@ class CompiledBatch:
             on_device is not None,
             part,
         )
+
+    def _folds(self, compiles_update: bool) -> bool:
+        options, scale = self._options, self._options.loss_scale
+        initial = scale.init_scale if isinstance(scale, LossScale) else scale
+        scales_alone = options.uses_inductor or not compiles_update
+        return options.is_fast and scales_alone and can_fold(options.norm_type, initial)
 
     def _skip_on_device(self, update: CapturedUpdate, keys: list[str]) -> SkipOnDevice | None:
         """How an update is left out without reading whether everything was finite; None where it has to be read."""

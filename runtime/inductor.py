@@ -50,10 +50,15 @@ def lowered(graph: StepGraph, compiled: CompiledRegions, *, compiles_update: boo
     """
     parts = regions_of(graph, compiles_update=compiles_update)
     storages = StorageMap(graph.graph)
-    fresh = [part for part in parts if isinstance(part, Region) and part.identity not in compiled]
-    for number, region in enumerate(fresh, 1):
+    identities = {id(part): part.identity(storages.is_written) for part in parts if isinstance(part, Region)}
+    fresh = {
+        identities[id(part)]: part
+        for part in parts
+        if isinstance(part, Region) and identities[id(part)] not in compiled
+    }
+    for number, (identity, region) in enumerate(fresh.items(), 1):
         with waiting(f"compiling region {number} of {len(fresh)} ({len(region.nodes)} operators)"):
-            compiled[region.identity] = CompiledRegion(region, storages)
+            compiled[identity] = CompiledRegion(region, storages)
     result = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.placeholders:
@@ -63,7 +68,7 @@ def lowered(graph: StepGraph, compiled: CompiledRegions, *, compiles_update: boo
         if isinstance(part, fx.Node):
             values[part] = _copied(result, part, values)
             continue
-        call = result.call_function(compiled[part.identity], tuple(values[n] for n in part.inputs))
+        call = result.call_function(compiled[identities[id(part)]], tuple(values[n] for n in part.inputs))
         call.meta.update(val=None, grad_mode=False)
         regions.append((call, part))
         for position, output in enumerate(part.outputs):

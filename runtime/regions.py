@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,9 @@ from ..graph import (
     StepGraph,
     effects_of,
     family_of,
+    freeze,
     storages_of,
+    tensors_in,
 )
 
 _NEED_GRAD_MODE = frozenset({"mkldnn_rnn_layer"})  # a compiled region runs without grad mode, which these depend on
@@ -37,11 +39,25 @@ class Region:
     outputs: tuple[fx.Node, ...]
     spent: frozenset[fx.Node]
 
-    @property
-    def identity(self) -> tuple[tuple[str, ...], ...]:
-        """Equal for the same region in two rewritings of one capture."""
-        parts = (self.nodes, self.inputs, self.outputs, sorted(self.spent))
-        return tuple(tuple(n.name + str(n.target) for n in part) for part in parts)
+    def identity(self, is_written: Callable[[fx.Node], bool]) -> Hashable:
+        """Equal for regions that compute the same from inputs of the same layout: operators, arguments, and who reads what.
+
+        Args:
+            is_written: whether anything writes a value in place, on which depends what a compiler may copy.
+        """
+        numbers = {node: number for number, node in enumerate((*self.inputs, *self.nodes))}
+        calls = [
+            (node.target, freeze(node.args, numbers.__getitem__), freeze(node.kwargs, numbers.__getitem__))
+            for node in self.nodes
+        ]
+        layouts = [tuple(map(_layout, tensors_in(n.meta["val"]))) for n in (*self.inputs, *self.nodes)]
+        spent = sorted(numbers[n] for n in self.spent)
+        written = [is_written(n) for n in self.nodes]
+        return (tuple(calls), tuple(layouts), tuple(numbers[n] for n in self.outputs), tuple(spent), tuple(written))
+
+
+def _layout(tensor: torch.Tensor) -> Hashable:
+    return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
 def regions_of(graph: StepGraph, *, compiles_update: bool) -> list[fx.Node | Region]:

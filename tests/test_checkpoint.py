@@ -599,3 +599,34 @@ def test_every_kind_of_state_comes_back(name: str, tmp_path: Path) -> None:
     assert_equal(whole.optimizer.state_dict(), resumed.optimizer.state_dict())
     whole.load(tmp_path)
     assert whole(data[3]).step == 4
+
+
+class Routes(nn.Module):
+    """A second layer that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, uses_both: bool) -> Tensor:
+        return (self.always(x) + (self.sometimes(x) if uses_both else 0)).square().mean()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_going_back_to_before_a_parameter_had_state(first: int, tmp_path: Path) -> None:
+    with fixtures.seeded(0):
+        model = Routes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = sg.compile_train_step(model, optimizer, loss_fn=lambda m, b: m(*b), max_norm=1.0)
+    x = fixtures.rows(0, 3, 4)
+    step.prepare((x, False))
+    for _ in range(first):
+        step((x, False))
+    step.save(tmp_path)
+    step((x, True))
+    after = [p.clone() for p in model.parameters()]
+    step((x, True))
+    step.load(tmp_path)
+    assert not optimizer.state.get(model.sometimes.weight)
+    step((x, True))
+    assert all(map(torch.equal, after, model.parameters()))

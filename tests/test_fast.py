@@ -317,3 +317,41 @@ def test_a_model_that_keeps_its_cache_while_it_trains(precision: str) -> None:
     )
     ids = torch.randint(0, 32, (2, 16))
     assert_close_for_steps(step, [{"input_ids": ids, "labels": ids}] * 2)
+
+
+class Branches(torch.optim.Optimizer):
+    """Takes another decay below a learning rate, and another shift by an integer."""
+
+    def __init__(self, params: Any, lr: float = 0.1, shift: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "shift": shift})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["m"] = torch.zeros_like(param)
+                state["m"].mul_(0.5 if group["lr"] > 0.05 else 0.99).add_(param.grad.roll(range(3)[group["shift"]], 0))
+                param.sub_(state["m"] * group["lr"])
+
+
+@pytest.mark.parametrize("changed", ["lr", "shift", "dtype"])
+def test_an_update_that_is_traced_again_is_compiled_again(changed: str) -> None:
+    """With the same operators in the same order, and another constant, or other dtypes."""
+    weights = []
+    for numerics in ("fast", "exact"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = Branches(model.parameters())
+        step = sg.compile_train_step(model, optimizer, criterion=nn.MSELoss(), numerics=numerics, max_norm=5.0)
+        torch.manual_seed(1)
+        for number in range(6):
+            step((torch.randn(8, 4), torch.randn(8, 4)))
+            if number == 2 and changed == "dtype":
+                for state in optimizer.state.values():
+                    state["m"] = state["m"].double()
+            elif number == 2:
+                optimizer.param_groups[0][changed] = 0.01 if changed == "lr" else 2
+        weights.append(model.weight)
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)

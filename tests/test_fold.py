@@ -310,3 +310,52 @@ def test_fixtures_in_half_precision() -> None:
             torch.manual_seed(seed)
             assert step(fixture.batch).applied
     assert overflows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_norm": 0.1},
+        {"clip_value": 0.01},
+        {"max_norm": 0.1, "accumulate": 2},
+        {"clip_value": 0.01, "accumulate": 3},
+        {"max_norm": 0.1, "precision": "fp16", "loss_scale": 128.0},
+        {"clip_value": 0.01, "precision": "fp16", "loss_scale": 128.0, "accumulate": 2},
+    ],
+    ids=str,
+)
+def test_without_a_gate(options: dict[str, Any]) -> None:
+    steps = [folded(numerics=numerics, nonfinite="ignore", **options) for numerics in ("fast", "exact")]
+    for batch in batches(6):
+        for step in steps:
+            step(batch)
+    assert has_changed(steps[0])
+    for mine, theirs in zip(*(s.model.parameters() for s in steps), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_scale": 2.0**-100, "max_norm": 0.1},
+        {"loss_scale": 2.0**100, "max_norm": 0.1},
+        {"loss_scale": 2.0**16, "max_norm": 0.1, "norm_type": 10.0},
+        {"loss_scale": 2.0**-14, "max_norm": 0.1, "norm_type": 8.0},
+    ],
+    ids=str,
+)
+def test_norms_whose_powers_leave_the_range_of_float32_are_not_folded(options: dict[str, Any]) -> None:
+    factor = 2.0**-30 if options["loss_scale"] == 2.0**100 else 2.0**8
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]).float() * factor).mean()
+
+    steps = [
+        folded(numerics=numerics, precision="fp16", criterion=None, loss_fn=loss, **options)
+        for numerics in ("fast", "exact")
+    ]
+    fast, exact = (step(batches(1)[0]) for step in steps)
+    assert fast.skipped == exact.skipped
+    if not exact.skipped:
+        torch.testing.assert_close(fast.grad_norm, exact.grad_norm, rtol=0.01, atol=0)
+        torch.testing.assert_close(fast.clip_factor, exact.clip_factor, rtol=0.01, atol=0)

@@ -101,7 +101,21 @@ def _norms(args: argparse.Namespace) -> int:
     return 0
 
 
+_DEMO_HELP = """\
+usage: stepgraph demo [options]
+       stepgraph demo (--inject-inf STEP | --spike FACTOR | --precision fp32|bf16|fp16) [options]
+
+The first trains a small GPT on real text and draws what it saw. The others take twenty steps of a linear model, by default in
+fp16, and show what a step log says of an infinity, of targets that are FACTOR times too large, of a precision; they combine.
+
+stepgraph demo --steps 1 --help        lists the options of the first
+stepgraph demo --precision bf16 --help those of the others"""
+
+
 def _demo(arguments: list[str]) -> int:
+    if set(arguments) & {"-h", "--help"} and len(arguments) == 1:
+        print(_DEMO_HELP)
+        return 0
     is_about_numbers = any(a.partition("=")[0] in ("--inject-inf", "--spike", "--precision") for a in arguments)
     script = Path(__file__).parent.parent / "examples" / ("train_linear.py" if is_about_numbers else "train_gpt.py")
     sys.path.insert(0, str(script.parent))

@@ -14,6 +14,7 @@ from ..runtime import COLUMNS, read_rows
 WARM_UP_SHARE = 0.1
 TARGET_QUANTILE = 0.9
 HEALTHY = (0.1, 10.0)
+FEW = 100
 UNHEALTHY = 100.0
 
 
@@ -42,13 +43,19 @@ class NormReport:
     def __str__(self) -> str:
         spread = "  ".join(f"{_percent(q)} {value:.3g}" for q, value in self.quantiles.items())
         own = "did not clip by norm" if self.threshold is None else f"clipped at {self.threshold:g}"
+        if self.threshold is None and self.clipped:
+            own = "clipped by value"
+        left_out = f"; the first {self.warm_up} are left out as warm-up" if self.warm_up else ""
         lines = [
-            f"{self.steps} updates, {self.skipped} skipped; norms after the first {self.warm_up}:",
+            f"{self.steps} updates, {self.skipped} skipped{left_out}; norms:",
             f"  {spread}",
             f"  the run {own}; {self.clipped:.1%} of updates were clipped",
             f"  suggested max_norm: {self.suggested:g} (clips about one update in ten)",
         ]
         median = self.quantiles[0.5]
+        counted = self.steps - self.skipped - self.warm_up
+        if counted < FEW:
+            lines.append(f"  {counted} norms are few: a threshold wants some hundred")
         if median > UNHEALTHY:
             lines.append(
                 f"  the median is above {UNHEALTHY:g}: the run is unhealthy; look at the loss, the data, the rate first"
@@ -84,7 +91,10 @@ def norm_report(path: Path) -> tuple[NormReport, list[tuple[int, float, float]]]
     warm_up = int(len(points) * WARM_UP_SHARE)
     late = points[warm_up:]
     if len(late) < 2:
-        raise ConfigError(f"{path} holds {len(points)} L2 norms of applied updates; a distribution needs more")
+        raise ConfigError(
+            f"{path} holds {len(points)} L2 norms of applied updates; a distribution needs more. A run whose "
+            "norm_type is not 2 logs none"
+        )
     norms = sorted(before for _, before, _ in late)
     percentiles = statistics.quantiles(norms, n=100, method="inclusive")  # the first is the 1st
     quantiles = {p / 100: percentiles[p - 1] for p in (5, 25, 50, 75, 90, 99)} | {1.0: norms[-1]}
@@ -120,11 +130,12 @@ def draw(report: NormReport, points: list[tuple[int, float, float]], path: Path)
     over_time, spread = figure.subplots(1, 2, width_ratios=(2, 1), sharey=True)
     steps = [step for step, _, _ in points]
     over_time.plot(steps, [before for _, before, _ in points], ".", ms=3, color="#4477aa", label="before clipping")
-    over_time.plot(steps, [after for _, _, after in points], ".", ms=2, color="#bbbbbb", label="after")
+    over_time.plot(steps, [after for _, _, after in points], ".", ms=3, color="#ccbb44", label="after", zorder=3)
     over_time.set(xlabel="update", ylabel="L2 norm of all gradients", yscale="log")
     late = [math.log10(before) for _, before, _ in points[report.warm_up :] if before > 0]
     low, high = (min(late), max(late)) if late else (0.0, 1.0)
-    edges = [10 ** (low + (high - low) * i / 40) for i in range(41)]
+    bins = max(5, min(40, len(late) // 4))
+    edges = [10 ** (low + (high - low) * i / bins) for i in range(bins + 1)]
     spread.hist([10**value for value in late], bins=edges, orientation="horizontal", color="#4477aa")
     spread.set(xlabel="updates after warm-up")
     for axes in (over_time, spread):
@@ -133,5 +144,8 @@ def draw(report: NormReport, points: list[tuple[int, float, float]], path: Path)
         if report.threshold is not None:
             axes.axhline(report.threshold, color="#ee6677", lw=1, label=f"max_norm: {report.threshold:g}")
         axes.spines[["top", "right"]].set_visible(False)
-    over_time.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"Gradient norms of {report.steps} updates, {report.skipped} skipped", fontsize=10)
+    figure.legend(
+        *over_time.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=4
+    )
     figure.savefig(path, dpi=150)
