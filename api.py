@@ -74,6 +74,7 @@ def compile_train_step(
     master_weights: bool = True,
     loss_scale: float | LossScale | None = None,
     fp32_outputs: bool = False,
+    input_dtype: torch.dtype | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -112,6 +113,8 @@ def compile_train_step(
         loss_scale: under ``"fp16"``, a :class:`LossScale`, which is torch's ``GradScaler``, or a number that never changes.
             None is ``LossScale()``.
         fp32_outputs: turns what the model returns in 16 bit into float32, before ``criterion`` or ``loss_fn`` get it.
+        input_dtype: casts the floating tensors that the model is called with, such as float32 batches of a model that is
+            held in bfloat16.
         max_norm: clips the norm of all gradients, taken as one vector, to this; None or 0 is off.
         norm_type: p of that norm and of ``StepResult.grad_norm``: 1 or more, or infinity (the largest absolute element).
         error_if_nonfinite: whether a norm that is not finite raises :class:`NonFiniteError`, whatever ``nonfinite`` says of
@@ -174,7 +177,9 @@ def compile_train_step(
     )
     check_flag("fp32_outputs", fp32_outputs)
     check_flag("master_weights", master_weights)
-    call = LossCall(loss_fn, criterion, AUTOCAST_DTYPES[precision], fp32_outputs=fp32_outputs)
+    if input_dtype is not None and not (isinstance(input_dtype, torch.dtype) and input_dtype.is_floating_point):
+        raise ConfigError(f"input_dtype must be a floating dtype such as torch.bfloat16, or None, got {input_dtype!r}")
+    call = LossCall(loss_fn, criterion, AUTOCAST_DTYPES[precision], fp32_outputs=fp32_outputs, input_dtype=input_dtype)
     return TrainStep(
         model,
         optimizer,

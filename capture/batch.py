@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class LossCall:
         autocast_dtype: 16-bit dtype that model and loss run under autocast in, or None.
         device_type: device type of that autocast, the parameters' own.
         fp32_outputs: whether what the model returns in 16 bit reaches loss and aux in float32.
+        input_dtype: what floating tensors that the model is called with are cast to; None leaves them.
     """
 
     loss_fn: Callable[[nn.Module, Any], Any] | None = None
@@ -37,6 +39,7 @@ class LossCall:
     autocast_dtype: torch.dtype | None = None
     device_type: str = "cpu"
     fp32_outputs: bool = False
+    input_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.loss_fn is not None and self.criterion is not None:
@@ -55,6 +58,13 @@ class LossCall:
                 stack.enter_context(torch.autocast(self.device_type, self.autocast_dtype))
             if self.fp32_outputs:
                 handle = model.register_forward_hook(lambda _module, _args, output: pytree.tree_map(_widened, output))
+                stack.callback(handle.remove)
+            if self.input_dtype is not None:
+                cast = functools.partial(_cast, self.input_dtype)
+                handle = model.register_forward_pre_hook(
+                    lambda _module, args, kwargs: (pytree.tree_map(cast, args), pytree.tree_map(cast, kwargs)),
+                    with_kwargs=True,
+                )
                 stack.callback(handle.remove)
             return self._run(model, batch)
 
@@ -83,6 +93,10 @@ class LossCall:
 def _widened(value: Any) -> Any:
     is_half = isinstance(value, Tensor) and value.dtype in HALF_DTYPES
     return value.float() if is_half else value
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _call_model(model: nn.Module, batch: Any) -> Any:

@@ -213,3 +213,45 @@ def test_outputs_in_float32_is_yes_or_no() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(sg.ConfigError, match="fp32_outputs"):
         sg.compile_train_step(model, torch.optim.SGD(model.parameters()), fp32_outputs=torch.float32)
+
+
+class Scales(nn.Module):
+    """Takes a tensor, whole numbers and a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, rows: Tensor, *, scale: Tensor) -> Tensor:
+        assert not rows.is_floating_point()
+        return (self.layer(x)[rows] * scale).float().square().mean()
+
+
+@pytest.mark.feature("AMP-20")
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_inputs_are_cast_on_request(master_weights: bool) -> None:
+    eager, graph = (m.bfloat16() for m in oracle.twin(Scales))
+    batch = {"x": fixtures.rows(1, 3, 4), "rows": torch.tensor([0, 2]), "scale": torch.rand(4)}
+    optimizer = torch.optim.SGD(graph.parameters(), lr=0.1)
+    with pytest.raises(sg.CaptureError):
+        sg.compile_train_step(graph, optimizer)(batch)
+    step = sg.compile_train_step(graph, optimizer, input_dtype=torch.bfloat16, master_weights=master_weights)
+    result = step(batch)
+    loss = eager(batch["x"].bfloat16(), batch["rows"], scale=batch["scale"].bfloat16())
+    loss.backward()
+    assert torch.equal(result.loss, loss.detach())
+    for mine, theirs in zip(graph.parameters(), eager.parameters(), strict=True):
+        gradient = theirs.grad.float() if master_weights else theirs.grad
+        expected = (theirs.detach().float() if master_weights else theirs.detach()).sub(gradient, alpha=0.1)
+        assert torch.equal(mine, expected.bfloat16())
+    assert step.verify(batch).equal
+    assert step(batch).applied
+    assert step.captures == 1
+    assert not graph._forward_pre_hooks
+
+
+@pytest.mark.parametrize("wrong", [torch.int64, "bf16", True])
+def test_inputs_are_cast_to_floating_dtypes_only(wrong: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(sg.ConfigError, match="input_dtype must be a floating dtype"):
+        sg.compile_train_step(model, torch.optim.SGD(model.parameters()), input_dtype=wrong)
