@@ -359,7 +359,7 @@ class TrainStep:
     def _without_update(self, loss: Tensor | None, aux: Any, skip_reason: str | None = None) -> StepResult:
         """The result of a call that updates nothing: amid a window, or, for a reason, at the end of one."""
         number = self._tally.updates + (skip_reason is None)
-        result = StepResult(loss, aux, None, None, number, Outcome(number, reason=skip_reason))
+        result = StepResult(loss, aux, None, None, number, Outcome(reason=skip_reason))
         self._outcomes.add(result)
         if len(self._outcomes) == 1:  # nothing that is still on the device comes before it
             self._outcomes.settle()
@@ -514,7 +514,6 @@ class TrainStep:
         """Takes over what an update left, and tells what became of it."""
         loss, code = variant.first(OutputRole.LOSS, outputs), variant.nonfinite_code(outputs)
         self._tally.updates += 1
-        number = self._tally.updates
         variant.binding.store(outputs)
         self._state.masters.note()
         norm = variant.first(OutputRole.NORM, outputs)
@@ -530,9 +529,8 @@ class TrainStep:
             aux=compiled.aux_of(variant, outputs) if has_batch else None,
             grad_norm=norm,
             clip_factor=variant.first(OutputRole.CLIP_FACTOR, outputs),
-            step=number,
+            step=self._tally.updates,
             outcome=Outcome(
-                number,
                 None if code is None else read_later(code),
                 describe=lambda code: describe_nonfinite(code, variant.grad_keys, loss),
                 moves_scale=variant.is_read_later,
@@ -564,9 +562,9 @@ class TrainStep:
         if (is_update or outcome.reason) and self._log is not None:
             self._log.record(result, self.optimizer, norm_is_l2=self._options.norm_type == 2.0)
         if code:
-            self._tally.not_finite(outcome.number, code, str(outcome.reason), parameter, self._options, scaler)
+            self._tally.not_finite(result.step, code, str(outcome.reason), parameter, self._options, scaler)
         elif outcome.reason:
-            self._tally.skipped(outcome.number, outcome.reason)
+            self._tally.skipped(result.step, outcome.reason)
 
     def _report_verification(self, report: VerifyReport) -> None:
         self.last_verification = report

@@ -9,6 +9,7 @@ from .effects import picks_indices as picks_indices
 from .effects import writes_of as writes_of
 from .effects import written_nodes as written_nodes
 from .gradient_rules import gradients_of as gradients_of
+from .gradient_rules import loss_that_decides as loss_that_decides
 from .operands import argument as argument
 from .operands import arguments_by_name as arguments_by_name
 from .operands import freeze as freeze

@@ -10,15 +10,14 @@ from torch import fx
 
 from .effects import effects_of, written_nodes
 from .operands import argument, nodes_in
-from .spec import InputRole, OutputRole, Phase
+from .spec import CAPTURED_PHASES, InputRole, OutputRole, Phase
 from .step_graph import StepGraph, family_of, name_of
 from .storage import storages_of
 
 Powers = Counter[Any]  # factors of a product, each with its exponent
 
-_CAPTURED = (Phase.FORWARD, Phase.BACKWARD)
 _CASTS = ("_to_copy", "convert_element_type")
-_NORMS = ("_foreach_norm", "linalg_vector_norm")
+NORM_FAMILIES = ("_foreach_norm", "linalg_vector_norm")
 _CHAIN = ("mul", "clamp", *_CASTS)
 
 
@@ -27,7 +26,7 @@ def gradient_behind(node: fx.Node) -> fx.Node | None:
     start = node
     while node.op == "call_function" and node.meta["phase"] is Phase.NORM and family_of(node.target) in _CHAIN:
         node = node.args[0]  # type: ignore[assignment]
-    is_gradient = node is not start and node.op == "call_function" and node.meta["phase"] in _CAPTURED
+    is_gradient = node is not start and node.op == "call_function" and node.meta["phase"] in CAPTURED_PHASES
     return node if is_gradient else None
 
 
@@ -69,7 +68,7 @@ def folded_gradients_are_scaled_once(graph: StepGraph) -> Iterator[str]:
                 reads[operand] += 1
                 if inverted(powers_of(scale)) != wanted:
                     yield f"{name_of(node)} divides gradients by {_described(powers_of(scale))}"
-            elif operand.op == "call_function" and operand.meta["phase"] in _CAPTURED:
+            elif operand.op == "call_function" and operand.meta["phase"] in CAPTURED_PHASES:
                 yield f"{name_of(node)} reads the gradient {name_of(operand)} as it came"
     yield from _norm_problems(graph, reads, divided)
     storages = {key: grad for grad in reads for key in storages_of(grad)}
@@ -105,8 +104,8 @@ def _norm_problems(graph: StepGraph, reads: Counter[fx.Node], divided: Powers) -
     taken: Counter[fx.Node] = Counter()
     total = None
     for node in graph.calls:
-        if node.meta["phase"] is Phase.NORM and family_of(node.target) in _NORMS:
-            if any(n.op == "call_function" and n.meta["phase"] in _CAPTURED for n in nodes_in(node.args[0])):
+        if node.meta["phase"] is Phase.NORM and family_of(node.target) in NORM_FAMILIES:
+            if any(n.op == "call_function" and n.meta["phase"] in CAPTURED_PHASES for n in nodes_in(node.args[0])):
                 taken.update(nodes_in(node.args[0]))
             elif total is None:
                 total = node

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from torch import fx
 
 from .effects import effects_of, written_nodes
-from .folded_rules import gradient_behind, is_folded, powers_of
+from .folded_rules import NORM_FAMILIES, gradient_behind, is_folded, powers_of
 from .operands import argument, nodes_in
-from .spec import InputRole, OutputRole, Phase
+from .spec import CAPTURED_PHASES, InputRole, InputSpec, OutputRole, Phase
 from .step_graph import StepGraph, family_of, name_of
 from .storage import storages_of
-
-CAPTURED_PHASES = (Phase.FORWARD, Phase.BACKWARD)
 
 
 def gradients_own_their_memory(graph: StepGraph) -> Iterator[str]:
@@ -48,6 +46,13 @@ def gradients_of(graph: StepGraph) -> list[fx.Node]:
     return list(found)
 
 
+def loss_that_decides(graph: StepGraph) -> fx.Node:
+    """What says whether the losses of an update are finite: their sum over a window, of which one bad loss makes a bad one."""
+    loss_sum = graph.output_of(OutputRole.LOSS_SUM)
+    loss: fx.Node = graph.output_of(OutputRole.LOSS) if loss_sum is None else loss_sum
+    return loss
+
+
 def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
     """Each gradient enters the norm once, then is scaled once or clamped on both sides once, under clipping, never without."""
     if graph.output_of(OutputRole.NORM) is None or is_folded(graph):
@@ -64,7 +69,7 @@ def gradients_pass_norm_and_clip_once(graph: StepGraph) -> Iterator[str]:
     for node in graph.calls:
         if node.meta["phase"] is not Phase.NORM:
             continue
-        if family_of(node.target) in ("_foreach_norm", "linalg_vector_norm"):
+        if family_of(node.target) in NORM_FAMILIES:
             for operand in nodes_in(node.args[0]):
                 if is_taken_again and norms[operand] and clamps and all(counts[operand] for counts in clamps.values()):
                     norms_again[operand] += 1
@@ -227,10 +232,8 @@ def gate_guards_the_update(graph: StepGraph) -> Iterator[str]:
 
 
 def _gate_before_backward(graph: StepGraph, gate: fx.Node) -> Iterator[str]:
-    losses = [graph.output_of(role) for role in (OutputRole.LOSS_SUM, OutputRole.LOSS)]
-    wanted = next(node for node in losses if node is not None)
     code = gate.args[0]
-    if not effects_of(gate).control or not isinstance(code, fx.Node) or code.args != (wanted,):
+    if not effects_of(gate).control or not isinstance(code, fx.Node) or code.args != (loss_that_decides(graph),):
         yield f"{name_of(gate)} decides over the backward and does not look at the loss"
     if gate.meta["phase"] is not Phase.FORWARD:
         yield f"{name_of(gate)} decides over the backward within it"
@@ -256,8 +259,9 @@ def _found_of(node: fx.Node) -> fx.Node | None:
     if not isinstance(is_bad, fx.Node) or family_of(is_bad.target) != "ne" or is_bad.args[1] != 0:
         return None
     code = is_bad.args[0]
-    is_code = isinstance(code, fx.Node) and family_of(code.target) == "nonfinite_code_on_device"
-    return code if is_code else None  # type: ignore[return-value]
+    if isinstance(code, fx.Node) and family_of(code.target) == "nonfinite_code_on_device":
+        return code
+    return None
 
 
 def updates_are_left_out_on_the_device(graph: StepGraph) -> Iterator[str]:
@@ -265,8 +269,8 @@ def updates_are_left_out_on_the_device(graph: StepGraph) -> Iterator[str]:
     if not _is_decided_on_the_device(graph):
         return
     code, norm = graph.output_of(OutputRole.NONFINITE), graph.output_of(OutputRole.NORM)
-    sums = graph.output_of(OutputRole.LOSS_SUM)
-    if code.args[0] is not (sums if sums is not None else graph.output_of(OutputRole.LOSS)):
+    specs = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    if code.args[0] is not loss_that_decides(graph):
         yield f"{name_of(code)} does not look at the loss"
     if code.args[1] not in (norm, *_factors_of(norm)):
         yield f"{name_of(code)} does not look at the norm"
@@ -285,16 +289,21 @@ def updates_are_left_out_on_the_device(graph: StepGraph) -> Iterator[str]:
                     yield f"{name_of(node)} takes counts back for another reason"
         elif family_of(node.target) in ("_foreach_add_", "add_") and node.args[1] == 1:
             added.update(written_nodes(node))
-        elif family_of(node.target) != "move_scale_" and not _rounds_a_master(node, graph):
+        elif family_of(node.target) != "move_scale_" and not takes_over_master(node, specs):
             yield f"{name_of(node)} writes whether or not the update is left out"
     for count, number in added.items():
         if number:
             yield f"the count {name_of(count)} is not taken back where the update is left out"
 
 
-def _rounds_a_master(node: fx.Node, graph: StepGraph) -> bool:
-    """Whether a call gives a parameter the value of its master, which is the same where the update was left out."""
-    return family_of(node.target) == "copy_" and node.args[1] in graph.input_nodes(InputRole.MASTER).values()
+def takes_over_master(node: fx.Node, specs: dict[fx.Node, InputSpec]) -> bool:
+    """Whether a call of the update rounds a master into its parameter, which changes neither where the update was left out."""
+    if node.meta["phase"] is not Phase.UPDATE or family_of(node.target) != "copy_":
+        return False
+    param, master = (specs.get(n) for n in node.args[:2])  # type: ignore[arg-type]
+    if param is None or master is None or param.key != master.key:
+        return False
+    return param.role is InputRole.PARAM and master.role is InputRole.MASTER
 
 
 def _factors_of(norm: fx.Node) -> list[fx.Node]:

@@ -106,9 +106,9 @@ def move_scale_(
     good = torch.where(skipped, 0, good + 1)
     left = torch.where(skipped, left - 1, left)
     backed_off = (scale.double() * backoff_factor).float().clamp(min=min_scale)
-    grown = (scale.double() * growth_factor).float()
+    grown = (scale.double() * growth_factor).float().clamp(max=max_scale)
+    grown = torch.where(grown.isfinite(), grown, scale)
     grows = good >= growth_interval
-    grown = torch.where(grown.clamp(max=max_scale).isfinite(), grown.clamp(max=max_scale), scale)
     moved = torch.where(skipped, torch.where(left <= 0, backed_off, scale), torch.where(grows, grown, scale))
     left = torch.where(grows, hysteresis, left)
     good = torch.where(grows, 0, good)

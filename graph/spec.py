@@ -23,6 +23,9 @@ class Phase(str, enum.Enum):
         return self.value
 
 
+CAPTURED_PHASES = (Phase.FORWARD, Phase.BACKWARD)
+
+
 class InputRole(str, enum.Enum):
     """What a placeholder stands for."""
 

@@ -19,7 +19,6 @@ from ..torch_compat import free_unbacked_symbols
 from .effects import effects_of, picks_indices, written_nodes
 from .folded_rules import folded_gradients_are_scaled_once
 from .gradient_rules import (
-    CAPTURED_PHASES,
     accumulators_are_added_to_once,
     gate_guards_the_update,
     gradients_are_averaged_once,
@@ -28,10 +27,11 @@ from .gradient_rules import (
     gradients_own_their_memory,
     gradients_pass_norm_and_clip_once,
     takes_back_counts,
+    takes_over_master,
     updates_are_left_out_on_the_device,
 )
 from .operands import freeze
-from .spec import InputRole, InputSpec, LogicalKey, OutputRole, Phase
+from .spec import CAPTURED_PHASES, InputRole, LogicalKey, OutputRole, Phase
 from .step_graph import StepGraph, family_of, name_of
 from .storage import StorageMap, storages_of, tensors_in, value_type_of
 
@@ -200,7 +200,7 @@ def writes_are_captured(graph: StepGraph) -> Iterator[str]:
                 or (key in grads and node.meta["phase"] is Phase.NORM)
                 or role is InputRole.ACCUMULATOR
                 or (role is InputRole.WINDOW and specs[made_by].key == "loss_sum")
-                or _takes_over_master(node, specs)
+                or takes_over_master(node, specs)
                 or (role is InputRole.STATE and takes_back_counts(node))
             ):
                 continue
@@ -208,16 +208,6 @@ def writes_are_captured(graph: StepGraph) -> Iterator[str]:
                 yield f"{name_of(node)} writes the {role} {made_by.name}, which the captured program does not do there"
             elif made_by.meta["trace_index"] is not None:
                 yield f"{name_of(node)} writes {name_of(made_by)}, which the captured program does not do there"
-
-
-def _takes_over_master(node: fx.Node, specs: dict[fx.Node, InputSpec]) -> bool:
-    """Whether a call of the update rounds a master into its parameter."""
-    if node.meta["phase"] is not Phase.UPDATE or node.target is not torch.ops.aten.copy_.default:
-        return False
-    param, master = (specs.get(n) for n in node.args[:2])  # type: ignore[arg-type]
-    if param is None or master is None or param.key != master.key:
-        return False
-    return param.role is InputRole.PARAM and master.role is InputRole.MASTER
 
 
 def metadata_matches_operators(graph: StepGraph) -> Iterator[str]:

@@ -25,7 +25,7 @@ from .grad_norm import add_norm_call
 
 aten = torch.ops.aten
 
-EXTREME_SCALES = (2.0**-24, 2.0**24)
+MODERATE_SCALES = (2.0**-24, 2.0**24)
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,10 @@ class Fold(Pass):
             return PassResult(False)
         factors = _Factors(graph, grads, changes)
         _scale_norm(graph, changes)
-        rewrite = _multiply if self.multiplies else _scale_in_kernels
-        touched = rewrite(graph, grads, changes, factors)
+        if self.multiplies:
+            touched = _multiply(graph, set(grads), changes, factors)
+        else:
+            touched = _scale_in_kernels(graph, set(grads), factors)
         for change in changes:
             graph.graph.erase_node(change.node)
         _drop_unused(graph)
@@ -71,7 +73,7 @@ class Fold(Pass):
 
 def can_fold(norm_type: float, scale: float | None) -> bool:
     """Whether the norm of scaled gradients is as good as that of unscaled ones: their powers neither overflow nor underflow."""
-    is_moderate = scale is None or EXTREME_SCALES[0] <= scale <= EXTREME_SCALES[1]
+    is_moderate = scale is None or MODERATE_SCALES[0] <= scale <= MODERATE_SCALES[1]
     return norm_type in (1.0, 2.0, math.inf) and is_moderate
 
 
@@ -193,7 +195,7 @@ def _scale_norm(graph: StepGraph, changes: list[_Change]) -> None:
             reader.update_arg(3, True)
 
 
-def _multiply(graph: StepGraph, grads: list[fx.Node], changes: list[_Change], factors: _Factors) -> int:
+def _multiply(graph: StepGraph, grads: set[fx.Node], changes: list[_Change], factors: _Factors) -> int:
     """Lets everything behind the norm read multiples. Returns how many gradients the update then reads so."""
     of_node = {change.node: change for change in changes}
     norm = graph.output_of(OutputRole.NORM)
@@ -211,7 +213,6 @@ def _multiply(graph: StepGraph, grads: list[fx.Node], changes: list[_Change], fa
         return values[grad]
 
     touched = set()
-    wanted = set(grads)
     for node in list(itertools.dropwhile(lambda n: n is not norm, graph.calls)):
         is_update = node.meta["phase"] is Phase.UPDATE
         if node in of_node:
@@ -220,14 +221,14 @@ def _multiply(graph: StepGraph, grads: list[fx.Node], changes: list[_Change], fa
                 with graph.graph.inserting_before(node):
                     values[grad] = add_norm_call(graph, aten.clamp.default, (value, *node.args[1:]))
         elif node.target is not torch.ops.stepgraph.nonfinite_code.default:
-            for grad in wanted.intersection(node.all_input_nodes):
+            for grad in grads.intersection(node.all_input_nodes):
                 node.replace_input_with(grad, value_of(grad, end if is_update else node))
                 if is_update:
                     touched.add(grad)
     return len(touched)
 
 
-def _scale_in_kernels(graph: StepGraph, grads: list[fx.Node], changes: list[_Change], factors: _Factors) -> int:
+def _scale_in_kernels(graph: StepGraph, grads: set[fx.Node], factors: _Factors) -> int:
     """Hands the factor to the kernels. Returns how many gradients they read."""
     touched = 0
     for node in graph.calls:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ..graph import OutputRole, OutputSpec, Phase, StepGraph, effects_of
+from ..graph import OutputRole, OutputSpec, Phase, StepGraph, effects_of, loss_that_decides
 from .base import Pass, PassResult
 from .grad_norm import add_norm_call
 
@@ -30,14 +30,15 @@ class Skip(Pass):
     norm_decides: bool = False
 
     def run(self, graph: StepGraph) -> PassResult:
-        loss_sum, norm = graph.output_of(OutputRole.LOSS_SUM), graph.output_of(OutputRole.NORM)
-        loss = graph.output_of(OutputRole.LOSS) if loss_sum is None else loss_sum  # one bad loss makes the sum bad
+        norm = graph.output_of(OutputRole.NORM)
         grads = list(graph.output_nodes(OutputRole.GRAD).values())
         after_norm = itertools.dropwhile(lambda n: n is not norm, graph.calls)
         scalings = (n for n in after_norm if n.meta["phase"] is Phase.NORM and effects_of(n).writes)
         with graph.graph.inserting_before(next(scalings, graph.output_node)):
             code = add_norm_call(
-                graph, torch.ops.stepgraph.nonfinite_code.default, (loss, norm, grads, self.norm_decides)
+                graph,
+                torch.ops.stepgraph.nonfinite_code.default,
+                (loss_that_decides(graph), norm, grads, self.norm_decides),
             )
             gate = add_norm_call(graph, torch.ops.stepgraph.gate.default, (code,))
         graph.set_outputs([*graph.output_values, gate], [*graph.outputs, OutputSpec(OutputRole.NONFINITE)])

@@ -17,6 +17,7 @@ from ..graph import (
     StepGraph,
     effects_of,
     family_of,
+    loss_that_decides,
     nodes_in,
     written_nodes,
 )
@@ -84,10 +85,9 @@ def _counts_steps(node: fx.Node, graph: StepGraph) -> bool:
 
 
 def _add_code(graph: StepGraph) -> tuple[fx.Node, fx.Node]:
-    loss_sum, norm = graph.output_of(OutputRole.LOSS_SUM), graph.output_of(OutputRole.NORM)
-    loss = graph.output_of(OutputRole.LOSS) if loss_sum is None else loss_sum
+    norm = graph.output_of(OutputRole.NORM)
     with graph.graph.inserting_before(norm.next):
-        args: tuple[Any, ...] = (loss, norm, norm.args[0])
+        args: tuple[Any, ...] = (loss_that_decides(graph), norm, norm.args[0])
         code = add_norm_call(graph, torch.ops.stepgraph.nonfinite_code_on_device.default, args)
         is_bad = add_norm_call(graph, aten.ne.Scalar, (code, 0))
         found = add_norm_call(graph, aten._to_copy.default, (is_bad,), {"dtype": torch.float32})

@@ -8,7 +8,17 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from ..graph import InputRole, OutputRole, OutputSpec, Phase, StepGraph, effects_of, storages_of, written_nodes
+from ..graph import (
+    InputRole,
+    OutputRole,
+    OutputSpec,
+    Phase,
+    StepGraph,
+    effects_of,
+    loss_that_decides,
+    storages_of,
+    written_nodes,
+)
 from .base import Pass, PassResult
 
 
@@ -29,10 +39,8 @@ class SpareBackward(Pass):
         first = next((n for n in graph.calls if n.meta["phase"] is Phase.BACKWARD), None)
         if first is None or not _only_computes(graph):
             return PassResult(False)
-        loss_sum = graph.output_of(OutputRole.LOSS_SUM)
-        loss = graph.output_of(OutputRole.LOSS) if loss_sum is None else loss_sum
         with graph.graph.inserting_before(first):
-            code = _call(graph, torch.ops.stepgraph.loss_code.default, loss)
+            code = _call(graph, torch.ops.stepgraph.loss_code.default, loss_that_decides(graph))
             gate = _call(graph, torch.ops.stepgraph.gate.default, code)
         graph.set_outputs([*graph.output_values, gate], [*graph.outputs, OutputSpec(OutputRole.SPARED)])
         return PassResult(True, intended={"gates": 1}, touched={"gates": 1})

@@ -31,6 +31,11 @@ class Subjects:
     state: StepState
     tally: Tally
 
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """Parameters of the model, by key."""
+        return {held.key: held.tensor for held in tensors_of(self.model).params}
+
 
 @dataclass
 class Fit:
@@ -40,14 +45,12 @@ class Fit:
         model: the saved ``model.state_dict()``.
         optimizer: the saved ``optimizer.state_dict()`` with parameters numbered as they are here; None where it does not fit.
         own: those parts of the step's own state that are whole; of a plain checkpoint, the state of its ``GradScaler``, if any.
-        is_plain: whether it was not saved by a step.
         problems: what is missing, left over, or of another kind, one line each.
     """
 
     model: dict[str, Any]
     optimizer: dict[str, Any] | None = None
     own: dict[str, Any] = field(default_factory=dict)
-    is_plain: bool = True
     problems: list[str] = field(default_factory=list)
 
 
@@ -68,11 +71,10 @@ def fit(subjects: Subjects, state: Any) -> Fit:
         if not isinstance(own, dict) or own.get("format") != FORMAT:
             got = own.get("format") if isinstance(own, dict) else type(own).__name__
             raise ConfigError(f"the checkpoint has format {got}; this version reads {FORMAT}")
-        found.is_plain = False
         for name, check in _CHECKS.items():
             problems = [f"{name}: missing"] if name not in own else list(check(subjects, own[name]))
             found.problems += problems
-            if not problems or name in _TAKEN_IN_PARTS & own.keys():
+            if not problems or (name in _TAKEN_IN_PARTS and isinstance(own.get(name), dict)):
                 found.own[name] = own[name]
     elif subjects.state.scaler is not None and (scaler := grad_scaler_state(state.get("scaler"))) is not None:
         problems = list(_scaler_problems(subjects, scaler))
@@ -190,7 +192,7 @@ def _state_problems(
 
     ``described`` tells which had state when it was saved; None from a plain checkpoint.
     """
-    params = {held.key: held.tensor for held in tensors_of(subjects.model).params}
+    params = subjects.params
     for name, param in params.items():
         entries = saved.get(name)
         if entries is not None and not isinstance(entries, dict):
@@ -272,11 +274,11 @@ def _masters_problems(subjects: Subjects, saved: Any) -> Iterator[str]:
     if not isinstance(saved, dict):
         yield "masters: no tensors by name"
         return
-    params = {held.key: held.tensor for held in tensors_of(subjects.model).params}
+    masters, params = subjects.state.masters, subjects.params
     for name, value in saved.items():
-        if not subjects.state.masters.may_have(name):
+        if not masters.may_have(name):
             yield f"masters: {name} has none here"
-        elif describe(value) != f"float32{list(params[name].shape)}":
+        elif not masters.fits(name, value):
             yield f"masters: {name} is {describe(value)}, here float32{list(params[name].shape)}"
 
 
@@ -337,7 +339,7 @@ def _window_problems(subjects: Subjects, saved: Any) -> Iterator[str]:
         yield f"window: loss_sum is {saved['loss_sum']!r}"
     if saved["is_weighted"] not in (None, True, False):
         yield f"window: is_weighted is {saved['is_weighted']!r}"
-    params = {held.key: held.tensor for held in tensors_of(subjects.model).params}
+    params = subjects.params
     gradients = saved["gradients"]
     if not isinstance(gradients, dict) or (not gradients and saved["weight_sum"]):
         yield "window: it holds no gradients"

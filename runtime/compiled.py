@@ -191,7 +191,7 @@ class CompiledBatch:
                 for_compiler=compiles_update,
                 folds=self._folds(compiles_update),
                 on_device=on_device,
-                spares=self._options.spare_backward,
+                spares=options.spare_backward,
             )
             records = run_passes(graph, passes)
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
@@ -215,8 +215,8 @@ class CompiledBatch:
     def _folds(self, compiles_update: bool) -> bool:
         options, scale = self._options, self._options.loss_scale
         initial = scale.init_scale if isinstance(scale, LossScale) else scale
-        scales_alone = options.uses_inductor or not compiles_update
-        return options.is_fast and scales_alone and can_fold(options.norm_type, initial)
+        reader_can_scale = options.uses_inductor or not compiles_update  # a compiled update, or fused kernels
+        return options.is_fast and reader_can_scale and can_fold(options.norm_type, initial)
 
     def _skip_on_device(self, update: CapturedUpdate, keys: list[str]) -> SkipOnDevice | None:
         """How an update is left out without reading whether everything was finite; None where it has to be read."""

@@ -110,7 +110,7 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
             lines.append(f"{indent}del {', '.join(freed)}")
         if effects_of(node).control:
             lines.append(f"{indent}if {names[node]}.item() == 0:")
-            base, is_graded = base + "    ", False
+            base += "    "
             behind_gates.append(set())
     if behind_gates:
         lines.append(f"{base}pass")

@@ -50,12 +50,9 @@ def lowered(graph: StepGraph, compiled: CompiledRegions, *, compiles_update: boo
     """
     parts = regions_of(graph, compiles_update=compiles_update)
     storages = StorageMap(graph.graph)
-    identities = {id(part): part.identity(storages.is_written) for part in parts if isinstance(part, Region)}
-    fresh = {
-        identities[id(part)]: part
-        for part in parts
-        if isinstance(part, Region) and identities[id(part)] not in compiled
-    }
+    found = [part for part in parts if isinstance(part, Region)]
+    identities = {id(region): region.identity(storages.is_written) for region in found}
+    fresh = {identities[id(region)]: region for region in found if identities[id(region)] not in compiled}
     for number, (identity, region) in enumerate(fresh.items(), 1):
         with waiting(f"compiling region {number} of {len(fresh)} ({len(region.nodes)} operators)"):
             compiled[identity] = CompiledRegion(region, storages)

@@ -47,9 +47,11 @@ class Masters:
         """Whether the parameter is held in 16 bit, and masters are wanted."""
         return key in self._params
 
-    def fits(self, key: str, master: Tensor) -> bool:
+    def fits(self, key: str, master: Any) -> bool:
         """Whether ``master`` can be the parameter's."""
-        return self.may_have(key) and master.dtype is torch.float32 and master.shape == self._params[key].shape
+        if not isinstance(master, Tensor) or not self.may_have(key):
+            return False
+        return master.dtype is torch.float32 and master.shape == self._params[key].shape
 
     def load(self, saved: dict[str, Tensor]) -> None:
         """Takes over saved masters, those of parameters that may have one."""

@@ -16,7 +16,6 @@ class Outcome:
     """Whether an update was applied; known at once, or when somebody asks.
 
     Args:
-        number: of the update, from 1.
         read_code: gives that of ``stepgraph::nonfinite_code``; None where there was no update, or nothing was checked.
         reason: why there was none, where there should have been one.
         describe: text and offending parameter for a code that is not 0.
@@ -25,18 +24,15 @@ class Outcome:
 
     def __init__(
         self,
-        number: int,
         read_code: Callable[[], int] | None = None,
         reason: str | None = None,
         describe: Callable[[int], tuple[str, str | None]] | None = None,
         *,
         moves_scale: bool = False,
     ) -> None:
-        self.number = number
         self.read_code = read_code
         self.describe = describe
         self.moves_scale = moves_scale
-        self.is_known = False
         self.applied = False
         self.reason = reason
         self.loss_scale: float | None = None
@@ -44,7 +40,7 @@ class Outcome:
 
     def ask(self) -> Outcome:
         """Itself, once it is known; waits for the device."""
-        if not self.is_known and self.settle is not None:
+        if self.settle is not None:
             self.settle()
         return self
 
@@ -73,7 +69,7 @@ class Outcomes:
         while len(self._unknown) > keep:
             result = self._unknown.popleft()
             outcome, read_code = result.outcome, result.outcome.read_code
-            outcome.is_known, outcome.settle, outcome.read_code = True, None, None
+            outcome.settle, outcome.read_code = None, None
             self._learn(result, 0 if read_code is None else read_code())
             if outcome is last:
                 return

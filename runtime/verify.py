@@ -89,16 +89,16 @@ def verify_step(
         outputs = subject.run_graph()
         graph = dict(_values(subject, *_results(subject, outputs)))
     skipped = _skip_reason(compiled, variant, outputs)
+    remarks: list[str] = []
+    without: tuple[str, ...] = ()
     if skipped:
-        without = _UPDATED if "gradient norm" in graph else (*_UPDATED, "gradient norm")
-        eager, graph = ({k: v for k, v in values.items() if not k.startswith(without)} for values in (eager, graph))
-    remarks = [skipped] if skipped else []
-    if not skipped and variant.may_round and _overflows_in_eager_only(eager, graph, call):
+        remarks, without = [skipped], _UPDATED if "gradient norm" in graph else (*_UPDATED, "gradient norm")
+    elif variant.may_round and _overflows_in_eager_only(eager, graph, call):
         without = (*_UPDATED, "gradient norm")
-        eager, graph = ({k: v for k, v in values.items() if not k.startswith(without)} for values in (eager, graph))
         remarks.append(
             "in eager a gradient overflows float16, here, rounded less often, none does: neither was compared"
         )
+    eager, graph = ({k: v for k, v in values.items() if not k.startswith(without)} for values in (eager, graph))
     compared = _count_kinds(eager)
     differences = _differences(eager, graph)
     if compiled.step.region_writes:

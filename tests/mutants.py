@@ -20,7 +20,7 @@ from stepgraph.passes import SkipOnDevice
 from stepgraph.runtime import LossScale
 
 from . import fixtures, oracle
-from .graphs import Subject, own, subject
+from .graphs import Subject, added, own, subject
 
 
 class ReadsStatistics(nn.Module):
@@ -239,3 +239,16 @@ def replace_gradient(graph: StepGraph, position: int, value: fx.Node) -> None:
 def captured_gradients(graph: StepGraph) -> list[fx.Node]:
     """The gradient outputs of a captured graph."""
     return list(graph.output_nodes(OutputRole.GRAD).values())
+
+
+def scaled_kernel(graph: StepGraph) -> fx.Node:
+    """The fused AdamW that takes a number to divide by and one that leaves the update out."""
+    return call(graph, "fused_adamw_scaled_", Phase.UPDATE)
+
+
+def blinded(graph: StepGraph, phase: Phase) -> fx.Node:
+    """The gate of a phase, which now looks at zeros."""
+    gate = call(graph, "gate", phase)
+    nothing = added(graph, gate, phase, torch.ops.aten.zeros_like.default, gate.args[0])
+    gate.args = (nothing,)
+    return gate

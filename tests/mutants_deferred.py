@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from stepgraph.graph import InputRole, OutputRole, Phase, StepGraph, gradients_of
 
 from .graphs import added
-from .mutants import call, first_of, key_of, mutant
+from .mutants import call, first_of, key_of, mutant, scaled_kernel
 
 aten = torch.ops.aten
 RULE = "updates_are_left_out_on_the_device"
 
 
-def _kernel(graph: StepGraph) -> fx.Node:
-    return call(graph, "fused_adamw_scaled_", Phase.UPDATE)
-
-
 @mutant(RULE, form="deferred")
 def kernel_updates_in_any_case(graph: StepGraph) -> str:
-    kernel = _kernel(graph)
+    kernel = scaled_kernel(graph)
     kernel.args = (*kernel.args[:-1], None)
     return f"{key_of(kernel)} writes whether or not the update is left out"
 
 
 @mutant(RULE, form="deferred")
 def kernel_is_left_out_for_another_reason(graph: StepGraph) -> str:
-    kernel = _kernel(graph)
+    kernel = scaled_kernel(graph)
     kernel.args = (*kernel.args[:-1], graph.output_of(OutputRole.CLIP_FACTOR))
     return f"{key_of(kernel)} is left out for another reason"
 
 
 @mutant(RULE, form="deferred")
 def kernel_updates_where_it_should_not(graph: StepGraph) -> str:
-    kernel, code = _kernel(graph), graph.output_of(OutputRole.NONFINITE)
+    kernel, code = scaled_kernel(graph), graph.output_of(OutputRole.NONFINITE)
     is_good = added(graph, first_of(graph, Phase.UPDATE), Phase.NORM, aten.eq.Scalar, code, 0)
     wrong = added(graph, first_of(graph, Phase.UPDATE), Phase.NORM, aten.abs.default, is_good)
     kernel.args = (*kernel.args[:-1], wrong)

@@ -8,7 +8,7 @@ from torch import fx
 from stepgraph.graph import InputRole, OutputRole, Phase, StepGraph, family_of, gradients_of
 
 from .graphs import added
-from .mutants import call, calls, first_of, key_of, mutant
+from .mutants import call, calls, first_of, key_of, mutant, scaled_kernel
 
 aten = torch.ops.aten
 RULE = "folded_gradients_are_scaled_once"
@@ -124,13 +124,9 @@ def norm_misses_a_folded_gradient(graph: StepGraph) -> str:
     return f"the gradient {key_of(grad)} enters the norm 0 times"
 
 
-def _kernel(graph: StepGraph) -> fx.Node:
-    return calls(graph, "fused_adamw_scaled_", Phase.UPDATE)[0]
-
-
 @mutant(RULE, form="folded_kernels")
 def kernel_takes_the_factor_itself(graph: StepGraph) -> str:
-    kernel = _kernel(graph)
+    kernel = scaled_kernel(graph)
     scale = kernel.args[-2]
     kernel.args = (*kernel.args[:-2], scale.args[0], None)  # type: ignore[union-attr]
     return f"{key_of(kernel)} divides gradients by"
@@ -138,7 +134,7 @@ def kernel_takes_the_factor_itself(graph: StepGraph) -> str:
 
 @mutant(RULE, form="folded_kernels")
 def kernel_takes_the_loss_scale_alone(graph: StepGraph) -> str:
-    kernel = _kernel(graph)
+    kernel = scaled_kernel(graph)
     kernel.args = (*kernel.args[:-2], graph.input_nodes(InputRole.SCALER)["scale"], None)
     return f"{key_of(kernel)} divides gradients by"
 
@@ -173,7 +169,7 @@ def clamped_before_it_is_scaled(graph: StepGraph) -> str:
 
 @mutant(RULE, form="folded_kernels")
 def kernel_before_the_gate_reads_nothing_scaled(graph: StepGraph) -> str:
-    kernel, first = _kernel(graph), first_of(graph, Phase.UPDATE)
+    kernel, first = scaled_kernel(graph), first_of(graph, Phase.UPDATE)
     grad = gradients_of(graph)[1]
     late = added(graph, first, Phase.UPDATE, aten.neg.default, grad)
     grads = [late if n is grad else n for n in kernel.args[1]]  # type: ignore[union-attr]

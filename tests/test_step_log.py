@@ -162,8 +162,8 @@ def test_a_raised_step_is_in_the_log(tmp_path: Path) -> None:
 
 def outcome(step: int, skipped: bool, scale: float | None = None) -> StepResult:
     one = torch.ones(())
-    known = Outcome(step, reason="bad" if skipped else None)
-    known.is_known, known.applied, known.loss_scale = True, not skipped, scale
+    known = Outcome(reason="bad" if skipped else None)
+    known.applied, known.loss_scale = not skipped, scale
     return StepResult(one, None, one, None, step, known)
 
 

@@ -113,7 +113,7 @@ stepgraph demo --precision bf16 --help those of the others"""
 
 
 def _demo(arguments: list[str]) -> int:
-    if set(arguments) & {"-h", "--help"} and len(arguments) == 1:
+    if arguments in (["-h"], ["--help"]):
         print(_DEMO_HELP)
         return 0
     is_about_numbers = any(a.partition("=")[0] in ("--inject-inf", "--spike", "--precision") for a in arguments)
