@@ -28,6 +28,7 @@ from .step_graph import StepGraph as StepGraph
 from .step_graph import family_of as family_of
 from .step_graph import name_of as name_of
 from .storage import StorageMap as StorageMap
+from .storage import layout_of as layout_of
 from .storage import storage_bytes as storage_bytes
 from .storage import storages_of as storages_of
 from .storage import tensors_in as tensors_in

@@ -41,6 +41,21 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, strides, dtype and device, equal for tensors whose elements lie alike.
+
+    The stride of a dimension of length 1 addresses nothing and is given as 0: torch computes it one way for a fake tensor and
+    another under its Python dispatcher, and its cache of fake results hands either out.
+    """
+    strides = tuple(
+        [
+            0 if isinstance(size, int) and size == 1 else stride
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ]
+    )
+    return tuple(tensor.shape), strides, tensor.dtype, tensor.device
+
+
 def storage_bytes(node: fx.Node) -> int:
     """Bytes of the storages behind the node's value; 0 where a size is symbolic."""
     total = 0

@@ -33,7 +33,7 @@ from .gradient_rules import (
 from .operands import freeze
 from .spec import CAPTURED_PHASES, InputRole, LogicalKey, OutputRole, Phase
 from .step_graph import StepGraph, family_of, name_of
-from .storage import StorageMap, storages_of, tensors_in, value_type_of
+from .storage import StorageMap, layout_of, storages_of, tensors_in, value_type_of
 
 _PHASES = list(Phase)
 
@@ -224,7 +224,7 @@ def metadata_matches_operators(graph: StepGraph) -> Iterator[str]:
         except Exception as error:
             yield f"{name_of(node)} cannot run on its operands' fake values: {str(error).splitlines()[0]}"
             continue
-        before, after = ([_layout(t) for t in tensors_in(v)] for v in (node.meta["val"], derived))
+        before, after = ([layout_of(t) for t in tensors_in(v)] for v in (node.meta["val"], derived))
         if before != after:
             yield f"{name_of(node)} is recorded as {before} and computes {after}"
 
@@ -237,10 +237,6 @@ def _is_symbolic(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return any(not isinstance(s, int) for s in value.shape)
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
 
 
 Rule = Callable[[StepGraph], Iterator[str]]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from ..graph import UNINITIALISED, Phase, StepGraph, StorageMap, effects_of, family_of, freeze, storages_of
+from ..graph import UNINITIALISED, Phase, StepGraph, StorageMap, effects_of, family_of, freeze, layout_of, storages_of
 from .base import Pass, PassResult
 
 
@@ -56,9 +56,7 @@ def _is_same_view(value: Any, base: Any) -> bool:
     if not all(isinstance(s, int) for t in (value, base) for s in (*t.shape, *t.stride(), t.storage_offset())):
         return False
     return (
-        value.dtype == base.dtype
-        and value.shape == base.shape
-        and value.stride() == base.stride()
+        layout_of(value) == layout_of(base)
         and value.storage_offset() == base.storage_offset()
         and value.is_conj() == base.is_conj()
         and value.is_neg() == base.is_neg()

@@ -16,6 +16,7 @@ from ..graph import (
     effects_of,
     family_of,
     freeze,
+    layout_of,
     storages_of,
     tensors_in,
 )
@@ -50,14 +51,10 @@ class Region:
             (node.target, freeze(node.args, numbers.__getitem__), freeze(node.kwargs, numbers.__getitem__))
             for node in self.nodes
         ]
-        layouts = [tuple(map(_layout, tensors_in(n.meta["val"]))) for n in (*self.inputs, *self.nodes)]
+        layouts = [tuple(map(layout_of, tensors_in(n.meta["val"]))) for n in (*self.inputs, *self.nodes)]
         spent = sorted(numbers[n] for n in self.spent)
         written = [is_written(n) for n in self.nodes]
         return (tuple(calls), tuple(layouts), tuple(numbers[n] for n in self.outputs), tuple(spent), tuple(written))
-
-
-def _layout(tensor: torch.Tensor) -> Hashable:
-    return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
 def regions_of(graph: StepGraph, *, compiles_update: bool) -> list[fx.Node | Region]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepgraph.errors import VerificationError
 from stepgraph.graph import OutputRole, OutputSpec, Phase, StepGraph
@@ -89,3 +91,20 @@ def test_gradient_outputs_are_required_to_be_their_own_before_any_pass() -> None
         OutputSpec(OutputRole.GRAD, "embedding.weight")
     ], "a tied parameter has one gradient"
     assert len(grads) == 1
+
+
+def test_strides_that_torch_cached_under_its_python_dispatcher_are_no_difference() -> None:
+    """A stride of a dimension of length 1 depends on what else ran in the process."""
+    graph = graphs_of("BN").captured
+    expanded = next(
+        n for n in graph.calls if n.target is torch.ops.aten.expand.default and n.meta["val"].shape[-1] == 1
+    )
+    FakeTensorMode.cache_clear()
+    try:
+        with graph.fake_mode, enable_python_dispatcher(), torch.no_grad():
+            (operand,) = expanded.all_input_nodes
+            polluted = expanded.target(operand.meta["val"], expanded.args[1])
+        assert polluted.stride() != expanded.meta["val"].stride(), "torch tells them apart no more: the test can go"
+        verify(graph, level=2)
+    finally:
+        FakeTensorMode.cache_clear()
