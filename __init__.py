@@ -9,9 +9,13 @@ from .errors import ConfigError as ConfigError
 from .errors import GuardError as GuardError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import NotYetError as NotYetError
+from .errors import PlanError as PlanError
+from .errors import PlanMismatchError as PlanMismatchError
 from .errors import StepGraphError as StepGraphError
 from .errors import StepGraphWarning as StepGraphWarning
 from .errors import VerificationError as VerificationError
+from .planner import Plan as Plan
+from .planner import load_plan as load_plan
 from .runtime import LossScale as LossScale
 from .runtime import NonfiniteReport as NonfiniteReport
 from .runtime import SkipRecord as SkipRecord

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from os import PathLike
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .capture import LossCall, check_model, check_optimizer, flatten_batch, tensors_of, warn_user
-from .device import read_later, reads_are_cheap
+from .device import allocation_peak, read_later, reads_are_cheap
 from .errors import ConfigError, NotYetAttributeError, NotYetError
 from .graph import OutputRole, StepGraph
+from .planner import Plan
 from .runtime import (
     AUTOCAST_DTYPES,
     LARGEST_DELAY,
@@ -24,6 +26,7 @@ from .runtime import (
     CompiledBatch,
     LossScale,
     Masters,
+    Measurement,
     NonfiniteReport,
     Outcome,
     Outcomes,
@@ -39,13 +42,16 @@ from .runtime import (
     Variant,
     VerifyReport,
     Window,
+    check_call,
     check_choice,
     check_flag,
     check_weight,
     checked_options,
     describe_compiled,
     describe_nonfinite,
+    describe_plan,
     first_nonfinite,
+    measurement_of,
     read,
     refuse_16_bit_parameters,
     register_clipping,
@@ -60,13 +66,13 @@ from .torch_compat import mark_stepped
 
 logger = logging.getLogger("stepgraph")
 
-_METHODS_TO_COME = ("plan", "full_params")
+_METHODS_TO_COME = ("full_params",)
 
 
 def compile_train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    plan: str | PathLike[str] = "auto",
+    plan: str | PathLike[str] | Plan = "auto",
     *,
     loss_fn: Callable[[nn.Module, Any], Any] | None = None,
     criterion: Callable[[Any, Any], Any] | None = None,
@@ -100,8 +106,10 @@ def compile_train_step(
     Args:
         model: any module whose parameters are on one device.
         optimizer: built from the model's parameters. Its hyperparameters are read at every step.
-        plan: ``"none"`` changes nothing but what the arguments ask for. ``"auto"`` means ``"none"`` until there is a
-            planner; the report says so.
+        plan: what is kept in memory between forward and backward. ``"auto"`` keeps everything where it fits the budget, and
+            otherwise computes again what costs least time; ``"sqrt"`` keeps the inputs of every √L-th block; ``"none"`` changes
+            nothing but what the arguments and the model's own checkpointed regions ask for. A :class:`Plan`, or the path of a
+            saved one, is replayed. The bits of a step are the same under each.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar loss, or a pair of it and a pytree ``aux``.
         criterion: ``criterion(model(inputs), targets)`` for batches ``(inputs, targets)``; exclusive with ``loss_fn``.
             With neither, a mapping is passed as ``model(**batch)``, a tuple or list as ``model(*batch)``, anything else as
@@ -127,6 +135,8 @@ def compile_train_step(
         skips_before_error: and before :class:`NonFiniteError`, which names the parameter.
         spare_backward: ends a step whose loss is not finite before its backward, where reading the loss is cheap (CPU); the
             skip then names no parameter, and its ``grad_norm`` is NaN.
+        memory_budget: peak bytes of the whole step, parameters, gradients and optimizer state included, as a number or as text
+            such as ``"8GiB"``. None is the device's memory less a tenth, under ``plan="auto"``.
         accumulate: how many batches, here micro-batches, make an update: gradients are summed and divided by their number, or
             by the sum of their weights, before norm and clip. Each call takes one; the last of a window updates.
             The sums, of weight times gradient, are divided once, by the sum of weights: the bits of ``(loss / k).backward()``
@@ -145,14 +155,12 @@ def compile_train_step(
         ConfigError: an argument, or model and optimizer, cannot work.
         NotYetError: an argument asks for what this version does not do.
         CaptureError: the model has something that cannot be traced.
+        PlanError: at the first call, or at :meth:`TrainStep.prepare`: no plan keeps to ``memory_budget``.
     """
-    if not isinstance(plan, (str, PathLike)):
-        hint = "; did you mean criterion=?" if isinstance(plan, nn.Module) else ""
-        hint = hint or ("; did you mean loss_fn=?" if callable(plan) else "")
-        raise ConfigError(f"plan must be a name or a path, got {type(plan).__name__}{hint}")
-    for name, function in (("loss_fn", loss_fn), ("criterion", criterion)):
-        if isinstance(function, type):
-            raise ConfigError(f"{name} is the class {function.__name__}; pass an instance, {function.__name__}()")
+    if isinstance(plan, nn.Module) or callable(plan):
+        hint = "criterion" if isinstance(plan, nn.Module) else "loss_fn"
+        raise ConfigError(f"plan must be a name, a path or a Plan, got {type(plan).__name__}; did you mean {hint}=?")
+    check_call(loss_fn, criterion, fp32_outputs=fp32_outputs, input_dtype=input_dtype)
     check_choice("verify", verify, ("off", "first"))
     options = checked_options(
         precision=precision,
@@ -168,24 +176,20 @@ def compile_train_step(
         accumulate=accumulate,
         numerics=numerics,
         lowering=lowering,
+        plan=plan,
+        memory_budget=memory_budget,
     )
     _refuse_unimplemented(
-        plan=(plan, plan in ("auto", "none")),
-        memory_budget=(memory_budget, memory_budget is None),
         mesh=(mesh, mesh is None),
         reduce_dtype=(reduce_dtype, reduce_dtype is None),
     )
-    check_flag("fp32_outputs", fp32_outputs)
     check_flag("master_weights", master_weights)
-    if input_dtype is not None and not (isinstance(input_dtype, torch.dtype) and input_dtype.is_floating_point):
-        raise ConfigError(f"input_dtype must be a floating dtype such as torch.bfloat16, or None, got {input_dtype!r}")
     call = LossCall(loss_fn, criterion, AUTOCAST_DTYPES[precision], fp32_outputs=fp32_outputs, input_dtype=input_dtype)
     return TrainStep(
         model,
         optimizer,
         call,
         options,
-        plan=str(plan),
         verify_first=verify == "first",
         master_weights=master_weights,
         log=log if log is None or isinstance(log, StepLog) else StepLog(log),
@@ -217,7 +221,6 @@ class TrainStep:
         call: LossCall,
         options: StepOptions,
         *,
-        plan: str,
         verify_first: bool,
         master_weights: bool = True,
         log: StepLog | None = None,
@@ -236,7 +239,6 @@ class TrainStep:
         self.last_verification: VerifyReport | None = None
         self._call = replace(call, device_type=self._device.type)
         self._options = options
-        self._plan = plan
         self._verify_first = verify_first
         if options.spare_backward and not reads_are_cheap(self._device):
             raise ConfigError(
@@ -260,6 +262,7 @@ class TrainStep:
         if options.accumulate > 1:
             warn_of_batch_norm(model, options.accumulate)
         self._last_norm: Tensor | None = None
+        self._measured: Measurement | None = None
         if options.max_norm or options.clip_value:
             register_clipping(self, [p for group in optimizer.param_groups for p in group["params"]])
 
@@ -411,8 +414,8 @@ class TrainStep:
         if self._state.window is None:
             return self._captures.find(batch)[1].graph
         compiled, _, _ = self._captures.find(batch, Part(), is_micro=True)
-        variant = compiled.variant(Part(frozenset(compiled.step.grad_keys)))
-        compiled.micro(Part(frozenset(compiled.step.grad_keys)))
+        variant = compiled.variant(compiled.last_part)
+        compiled.micro(compiled.last_part)
         self._captures.latest = (compiled, variant)
         return variant.graph
 
@@ -440,6 +443,11 @@ class TrainStep:
     def captured_graph(self) -> StepGraph:
         """Forward and backward as they were captured, before any pass, of the graph that ran or was prepared last."""
         return self._latest()[0].step.graph
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of what ran or was prepared last, with its predictions."""
+        return self._latest()[0].explained_plan()
 
     @property
     def captures(self) -> int:
@@ -476,6 +484,20 @@ class TrainStep:
             raise ConfigError("nothing was captured yet: call the step, or step.prepare(batch), first")
         return self._captures.latest
 
+    def measure(self, batch: Any, weight: float | None = None) -> StepResult:
+        """Runs one step, as a call does, and measures its time and its peak, which :meth:`report` holds against the plan's.
+
+        The peak is the allocator's: on the CPU what this thread's operators asked for, on CUDA what was allocated. The time
+        includes what measuring costs, about a microsecond an operator.
+        """
+        self.prepare(batch)
+        start = time.perf_counter()
+        result: StepResult
+        result, allocated_bytes = allocation_peak(lambda: self(batch, weight), self._device)
+        seconds = time.perf_counter() - start
+        self._measured = measurement_of(self._latest()[1].graph, allocated_bytes, seconds)
+        return result
+
     def find_nonfinite(self, batch: Any) -> NonfiniteReport:
         """Runs one step node by node and names the operator that made the first NaN or infinity, with its module and line.
 
@@ -499,7 +521,11 @@ class TrainStep:
     def report(self) -> str:
         """What was captured, what the passes did, and what the user should know."""
         self._outcomes.settle()
-        lines = [f"plan: {self._plan}" + (" (= none: there is no planner yet)" if self._plan == "auto" else "")]
+        lines: list[str] = []
+        if self._captures.latest is not None:
+            lines += describe_plan(self.plan, self._measured)
+        else:
+            lines.append(f"plan: {self._options.planning.strategy}, made at the first call")
         lines.append(
             f"captures: {self.captures}, update traces: {self.update_traces}, "
             f"steps: {self._tally.updates} ({self._tally.skips} skipped)"

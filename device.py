@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .torch_compat import default_foreach, foreach_norm_by_default
+from .torch_compat import default_foreach, foreach_norm_by_default, recorded_allocations
 
 SUPPORTED_DEVICE_TYPES = ("cpu", "cuda")
 
@@ -68,6 +70,30 @@ def autocast_off() -> contextlib.AbstractContextManager[Any]:
     for device_type in enabled:
         stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
+
+
+def allocation_peak(run: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
+    """What ``run`` returns, and the most bytes that it had allocated at once on ``device``, of its own.
+
+    On the CPU this is what the allocator was asked for, as an operator sees it; allocations of several threads are added up at
+    their highest.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = run()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    result, threads = recorded_allocations(run)
+    return result, sum(max(itertools.accumulate(events), default=0) for events in threads)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the device; of the CPU, physical memory of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def rng_state(devices: set[torch.device]) -> dict[torch.device, Tensor]:

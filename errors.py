@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class StepGraphError(Exception):
@@ -52,6 +52,30 @@ class CaptureError(StepGraphError, RuntimeError):
 
 class GuardError(StepGraphError, RuntimeError):
     """Something the compiled step relies on was changed in a way that it cannot follow."""
+
+
+class PlanError(StepGraphError, ValueError):
+    """No plan keeps to the budget. Nothing was run.
+
+    Attributes:
+        least_bytes: the least budget that can be kept.
+    """
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+        super().__init__(message)
+
+
+class PlanMismatchError(StepGraphError, ValueError):
+    """A plan belongs to another step.
+
+    Attributes:
+        differing: the logical keys, or the parts of the fingerprint, that differ.
+    """
+
+    def __init__(self, message: str, differing: Iterable[str]) -> None:
+        self.differing = tuple(differing)
+        super().__init__(message)
 
 
 class NonFiniteError(StepGraphError, ArithmeticError):

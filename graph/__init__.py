@@ -3,6 +3,7 @@
 from . import ops as ops
 from .effects import UNINITIALISED as UNINITIALISED
 from .effects import Effects as Effects
+from .effects import arguments_without_writes as arguments_without_writes
 from .effects import effects_of as effects_of
 from .effects import is_scalar_function as is_scalar_function
 from .effects import picks_indices as picks_indices
@@ -10,10 +11,12 @@ from .effects import writes_of as writes_of
 from .effects import written_nodes as written_nodes
 from .gradient_rules import gradients_of as gradients_of
 from .gradient_rules import loss_that_decides as loss_that_decides
+from .liveness import last_uses as last_uses
 from .operands import argument as argument
 from .operands import arguments_by_name as arguments_by_name
 from .operands import freeze as freeze
 from .operands import nodes_in as nodes_in
+from .spec import CAPTURED_PHASES as CAPTURED_PHASES
 from .spec import HALF_DTYPES as HALF_DTYPES
 from .spec import InputRole as InputRole
 from .spec import InputSpec as InputSpec
@@ -28,7 +31,10 @@ from .step_graph import StepGraph as StepGraph
 from .step_graph import family_of as family_of
 from .step_graph import name_of as name_of
 from .storage import StorageMap as StorageMap
+from .storage import allocated_by as allocated_by
+from .storage import is_view as is_view
 from .storage import layout_of as layout_of
+from .storage import likeness_of as likeness_of
 from .storage import storage_bytes as storage_bytes
 from .storage import storages_of as storages_of
 from .storage import tensors_in as tensors_in

@@ -184,6 +184,21 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     return [operand for name in writes for operand in nodes_in(argument(node, name))] if writes else []
 
 
+def arguments_without_writes(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments with which the call computes the same and updates no statistics, as it would if repeated.
+
+    A batch norm in training computes its result from the batch, and writes running statistics beside that: without them,
+    the result has the same bits. For all other calls these are their own arguments.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or argument(node, "training") is not True:
+        return node.args, node.kwargs
+    hidden = _HIDDEN_WRITES.get(target._schema.name, ())
+    names = [a.name for a in target._schema.arguments]
+    args = tuple(None if name in hidden else value for name, value in zip(names, node.args, strict=False))
+    return args, {name: None if name in hidden else value for name, value in node.kwargs.items()}
+
+
 def picks_indices(node: fx.Node) -> bool:
     """Whether the op's results are indices chosen by comparing values: ties make a second evaluation unsafe."""
     target = node.target

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..torch_compat import storage_key
-from .effects import written_nodes
+from .effects import effects_of, written_nodes
+from .operands import freeze
 from .spec import type_of
 
 
@@ -63,6 +65,31 @@ def storage_bytes(node: fx.Node) -> int:
         size = tensor.untyped_storage().nbytes()
         total += size if isinstance(size, int) else 0
     return total
+
+
+def likeness_of(node: fx.Node) -> Hashable:
+    """Equal for calls of one operator with the same arguments and layouts, whichever values they work on."""
+    layouts = [tuple(map(layout_of, tensors_in(n.meta["val"]))) for n in (node, *node.all_input_nodes)]
+    arguments = freeze(node.args, lambda operand: "value"), freeze(node.kwargs, lambda operand: "value")
+    return (node.target, arguments, tuple(layouts))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call only names memory that is there: it allocates nothing and does nothing else."""
+    held = set(storages_of(node))
+    operands = {key for operand in node.all_input_nodes for key in storages_of(operand)}
+    return bool(held) and held <= operands and effects_of(node).pure
+
+
+def allocated_by(graph: fx.Graph) -> dict[fx.Node, list[int]]:
+    """For each call, the storages that it allocates, in the order of its results."""
+    known = {key for node in graph.find_nodes(op="placeholder") for key in storages_of(node)}
+    allocated: dict[fx.Node, list[int]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            allocated[node] = [key for key in dict.fromkeys(storages_of(node)) if key not in known]
+            known.update(allocated[node])
+    return allocated
 
 
 class StorageMap:

@@ -31,6 +31,7 @@ from .gradient_rules import (
     updates_are_left_out_on_the_device,
 )
 from .operands import freeze
+from .repeat_rules import repeats_compute_what_ran_before
 from .spec import CAPTURED_PHASES, InputRole, LogicalKey, OutputRole, Phase
 from .step_graph import StepGraph, family_of, name_of
 from .storage import StorageMap, layout_of, storages_of, tensors_in, value_type_of
@@ -126,10 +127,10 @@ def phases_in_order(graph: StepGraph) -> Iterator[str]:
 def captured_effects_happen_once(graph: StepGraph) -> Iterator[str]:
     """A captured random draw, write or index choice is there once; draws and writes keep their order."""
     captured = [n for n in graph.calls if n.meta["phase"] is not Phase.UPDATE]
-    present = {n.meta["trace_index"] for n in captured}
-    for missing in sorted(graph.effectful.keys() - present):
+    once = [n for n in captured if n.meta["trace_index"] is not None and (picks_indices(n) or not effects_of(n).pure)]
+    counts = Counter(n.meta["trace_index"] for n in once)
+    for missing in sorted(graph.effectful.keys() - counts.keys()):
         yield f"{graph.effectful[missing]} draws, writes or checks in the captured program and is gone"
-    counts = Counter(n.meta["trace_index"] for n in captured if n.meta["trace_index"] is not None)
     last = -1
     for node in captured:
         index, effects = node.meta["trace_index"], effects_of(node)
@@ -245,6 +246,7 @@ RULES: tuple[Rule, ...] = (
     *_FOUNDATIONS,
     phases_in_order,
     captured_effects_happen_once,
+    repeats_compute_what_ran_before,
     reads_see_the_same_writes,
     writes_are_captured,
     gradients_own_their_memory,

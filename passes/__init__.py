@@ -10,5 +10,6 @@ from .pipeline import PassRecord as PassRecord
 from .pipeline import backward_passes as backward_passes
 from .pipeline import run_passes as run_passes
 from .pipeline import training_passes as training_passes
+from .recompute import Recompute as Recompute
 from .skip_on_device import SkipOnDevice as SkipOnDevice
 from .skip_on_device import is_skippable as is_skippable

@@ -23,6 +23,7 @@ from .fp32_gradients import Fp32Gradients
 from .grad_norm import GradNorm
 from .host_scalars import HostScalars
 from .loss_scale import ScaleLoss
+from .recompute import Recompute
 from .skip import Skip
 from .skip_on_device import SkipOnDevice
 from .spare_backward import SpareBackward
@@ -31,7 +32,7 @@ from .update import Update
 
 _ALL: tuple[type[Pass], ...] = (
     ScaleLoss, Clean, Fp32Gradients, Accumulate, SpareBackward, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update,
-    SkipOnDevice, HostScalars, Fold,
+    SkipOnDevice, HostScalars, Fold, Recompute,
 )  # fmt: skip
 PASSES: dict[str, type[Pass]] = {p.name: p for p in _ALL}
 

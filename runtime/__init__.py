@@ -27,6 +27,7 @@ from .nonfinite import NonfiniteReport as NonfiniteReport
 from .nonfinite import first_nonfinite as first_nonfinite
 from .options import AUTOCAST_DTYPES as AUTOCAST_DTYPES
 from .options import StepOptions as StepOptions
+from .options import check_call as check_call
 from .options import check_choice as check_choice
 from .options import check_flag as check_flag
 from .options import checked_options as checked_options
@@ -36,7 +37,10 @@ from .outcome import Outcome as Outcome
 from .outcome import Outcomes as Outcomes
 from .regions import Region as Region
 from .regions import regions_of as regions_of
+from .report import Measurement as Measurement
 from .report import describe_compiled as describe_compiled
+from .report import describe_plan as describe_plan
+from .report import measurement_of as measurement_of
 from .result import StepResult as StepResult
 from .result import describe_nonfinite as describe_nonfinite
 from .rollback import restored_on_error as restored_on_error

@@ -31,6 +31,7 @@ from ..passes import (
     run_passes,
     training_passes,
 )
+from ..planner import Plan
 from ..torch_compat import pytree
 from .binding import Binding
 from .executor import Executor
@@ -38,6 +39,7 @@ from .guards import OptimizerGuard
 from .inductor import CompiledRegions, lowered
 from .loss_scale import LossScale
 from .options import StepOptions
+from .planning import apply_plan
 from .state import StepState
 from .window import Part
 
@@ -121,6 +123,7 @@ class CompiledBatch:
         self.step = step
         self.batch = batch.describe()
         self.batch_positions = batch.tensor_positions
+        self.plan: Plan | None = None
         self.variants: list[Variant] = []
         self.micros: dict[Part | None, Program] = {}
         self.capture_seconds = 0.0
@@ -143,6 +146,11 @@ class CompiledBatch:
         self.variants.insert(0, self._build(part))
         return self.variants[0]
 
+    @property
+    def last_part(self) -> Part | None:
+        """The part that fills a window, where every parameter has a gradient from before; None without windows."""
+        return None if self.state.window is None else Part(frozenset(self.step.grad_keys))
+
     def program(self, part: Part | None, *, is_micro: bool) -> Program:
         """The whole step, or a micro-batch that is not the last of its window."""
         return self.micro(part) if is_micro else self.variant(part)
@@ -152,6 +160,16 @@ class CompiledBatch:
         if part not in self.micros:
             self.micros[part] = self._build_micro(part)
         return self.micros[part]
+
+    def explained_plan(self) -> Plan:
+        """The plan with its predictions, which are left out at capture where nothing had to be decided."""
+        if self.plan is None:
+            self.variant(self.last_part)
+        assert self.plan is not None
+        if self.plan.prediction is None:
+            graph = self.variant(self.last_part).graph
+            self.plan = self._options.planning.made(graph, self._optimizer, self._device)
+        return self.plan
 
     def inputs(self, program: Program, batch: FlatBatch) -> list[Any]:
         """The values of the program's inputs, in order, for a batch of this signature."""
@@ -194,6 +212,10 @@ class CompiledBatch:
                 spares=options.spare_backward,
             )
             records = run_passes(graph, passes)
+            if self.plan is None and has_backward:
+                self.plan = options.planning.plan(graph, self._optimizer, self._device)
+            if self.plan is not None and has_backward:
+                records += apply_plan(graph, self.plan)
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
         trained: dict[str, Tensor] = {key: self._params[key] for key in keys}
         program = graph
@@ -241,6 +263,11 @@ class CompiledBatch:
                 spares=self._options.spare_backward,
             )
             records = run_passes(graph, passes)
+            planning = self._options.planning
+            if self.plan is None and not planning.decides_nothing(graph, self._device):
+                self.variant(self.last_part)  # a plan is for the whole step
+            if self.plan is not None:
+                records += apply_plan(graph, self.plan)
         program = lowered(graph, self._regions, compiles_update=False) if self._options.uses_inductor else graph
         return Program(graph, records, Binding(graph, self._tensors, self._optimizer, self.state), Executor(program))
 

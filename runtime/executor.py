@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import math
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -15,7 +14,7 @@ from torch import fx
 
 from ..device import autocast_off
 from ..errors import CaptureError
-from ..graph import StepGraph, effects_of
+from ..graph import StepGraph, effects_of, last_uses
 from ..graph.ops import KERNELS
 from ..torch_compat import grad_mode_below_autograd
 
@@ -81,7 +80,7 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
     namespace: dict[str, Any] = {"graded": grad_mode_below_autograd}
     names: dict[fx.Node, str] = {}
     constants = _Constants(namespace)
-    last_uses = _last_uses(graph)
+    freed_after = last_uses(graph)
     placeholders = graph.placeholders
     for i, node in enumerate(placeholders):
         names[node] = f"i{i}"
@@ -105,7 +104,7 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
         lines.append(f"{indent}{names[node]} = {function}({', '.join(args)})  # {node.meta['key'].name}")
         for behind in behind_gates:
             behind.add(node)
-        freed = [names[n] for n in last_uses[node]]
+        freed = [names[n] for n in freed_after[node]]
         if freed:
             lines.append(f"{indent}del {', '.join(freed)}")
         if effects_of(node).control:
@@ -123,21 +122,6 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
     returned = ", ".join(_literal(v, names, constants) for v in graph.output_values)
     lines.append(f"    return [{returned}]")
     return "\n".join(lines) + "\n", namespace
-
-
-def _last_uses(graph: StepGraph) -> dict[fx.Node, list[fx.Node]]:
-    """For each call, the values that nothing reads after it."""
-    kept = {v for v in graph.output_values if isinstance(v, fx.Node)}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.calls:
-        last[node] = node
-        for operand in node.all_input_nodes:
-            last[operand] = node
-    freed: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for value, user in last.items():
-        if value not in kept:
-            freed[user].append(value)
-    return freed
 
 
 class _Constants:

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ConfigError
 from .loss_scale import LossScale, check_scale
+from .planning import Planning, planning_of
 
 AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,6 +27,7 @@ class StepOptions:
         spare_backward: whether a step whose loss is not finite ends before its backward.
         accumulate: micro-batches of an update.
         is_fast: the fast tier.
+        planning: how the plan is found.
     """
 
     max_norm: float | None = None
@@ -40,6 +42,7 @@ class StepOptions:
     accumulate: int = 1
     is_fast: bool = False
     uses_inductor: bool = False
+    planning: Planning = Planning()
 
 
 def checked_options(
@@ -57,6 +60,8 @@ def checked_options(
     accumulate: Any,
     numerics: str,
     lowering: str,
+    plan: Any,
+    memory_budget: Any,
 ) -> StepOptions:
     """The options, from arguments as a user gave them.
 
@@ -101,6 +106,7 @@ def checked_options(
         accumulate=accumulate,
         is_fast=numerics == "fast",
         uses_inductor=uses_inductor,
+        planning=planning_of(plan, memory_budget, uses_inductor=uses_inductor),
     )
 
 
@@ -129,6 +135,16 @@ def _checked_loss_scale(precision: str, loss_scale: Any, nonfinite: str) -> Loss
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_call(loss_fn: Any, criterion: Any, *, fp32_outputs: Any, input_dtype: Any) -> None:
+    """Raises :class:`ConfigError` where the arguments about how the model is called cannot work."""
+    for name, function in (("loss_fn", loss_fn), ("criterion", criterion)):
+        if isinstance(function, type):
+            raise ConfigError(f"{name} is the class {function.__name__}; pass an instance, {function.__name__}()")
+    check_flag("fp32_outputs", fp32_outputs)
+    if input_dtype is not None and not (isinstance(input_dtype, torch.dtype) and input_dtype.is_floating_point):
+        raise ConfigError(f"input_dtype must be a floating dtype such as torch.bfloat16, or None, got {input_dtype!r}")
 
 
 def check_flag(name: str, value: Any) -> None:

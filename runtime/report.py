@@ -1,14 +1,60 @@
-"""What a step tells about a capture: its operators, what the passes did, the update, precision, notes."""
+"""What a step tells about its plan, predicted against measured, and a capture: operators, passes, update, precision, notes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from ..capture import CapturedUpdate
-from ..graph import HALF_DTYPES, InputRole
+from ..graph import HALF_DTYPES, InputRole, StepGraph
+from ..planner import Plan, measured_workspaces, simulate
 from .compiled import CompiledBatch, Variant
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One step, measured.
+
+    Attributes:
+        peak_bytes: the step's inputs, and the most that it had allocated beside them at once.
+        predicted_bytes: the simulator's figure for the graph that ran.
+        seconds: wall time.
+    """
+
+    peak_bytes: int
+    predicted_bytes: int
+    seconds: float
+
+
+def measurement_of(graph: StepGraph, allocated_bytes: int, seconds: float) -> Measurement:
+    """What a run of ``graph`` that allocated ``allocated_bytes`` at its highest comes to."""
+    timeline = simulate(graph, measured_workspaces(graph))
+    return Measurement(timeline.resident_bytes + allocated_bytes, timeline.peak().peak_bytes, seconds)
+
+
+def describe_plan(plan: Plan, measured: Measurement | None) -> Iterator[str]:
+    """Lines about what a plan does, what it was predicted to need and what a step was measured to need."""
+    again = sum(not d.keeps for d in plan.decisions)
+    budget = "" if plan.budget_bytes is None else f", budget {plan.budget_bytes:,} bytes"
+    yield f"plan: {plan.strategy}{budget}"
+    found = plan.prediction
+    if found is not None:
+        kept = f"{len(plan.decisions) - again} results of forward kept, {again} computed again by {len(plan.repeats)} operators"
+        yield f"  {kept}" if again else f"  all {len(plan.decisions)} results of forward that backward reads are kept"
+        yield f"  predicted peak {found.peak_bytes:,} bytes at {found.at}"
+        yield f"    {', '.join(f'{category} {size:,}' for category, size in found.by_category.items())}"
+        share = f", {found.extra_seconds / found.seconds:.1%} of it computing again" if again else ""
+        yield f"  predicted time {found.seconds * 1e3:.1f} ms on {plan.hardware}{share}"
+    if plan.frontier:
+        price = f"memory costs {plan.price * 1e9:.3g} s per GB there"
+        yield f"  at most {plan.gap:.1%} slower than any plan within the budget; {price}"
+    yield from (f"  note: {note}" for note in plan.notes)
+    if measured is not None:
+        off = measured.peak_bytes / measured.predicted_bytes - 1
+        yield f"  measured peak {measured.peak_bytes:,} bytes, predicted {measured.predicted_bytes:,} ({off:+.3%})"
+        yield f"  measured time {measured.seconds * 1e3:.1f} ms"
 
 
 def describe_compiled(number: int, compiled: CompiledBatch) -> Iterator[str]:

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from stepgraph.graph import OutputRole, Phase, StepGraph
-from stepgraph.passes import SkipOnDevice
+from stepgraph.passes import Recompute, SkipOnDevice, run_passes
+from stepgraph.planner import Plan
+from stepgraph.planner.outline import outline_of
+from stepgraph.planner.schedule import Choice, schedule
 from stepgraph.runtime import LossScale
 
 from . import fixtures, oracle
@@ -114,6 +117,7 @@ class Graphs(NamedTuple):
 
     Folded: at the end of a window under a loss scale, for a compiler and for fused kernels; and with clipping by value.
     Deferred: a scaled step whose update is left out on the device. Spared: one that may end before its backward.
+    Recomputed: with clipping, and everything of forward that may run again does.
     """
 
     captured: StepGraph
@@ -127,6 +131,7 @@ class Graphs(NamedTuple):
     folded_value: StepGraph
     deferred: StepGraph
     spared: StepGraph
+    recomputed: StepGraph
 
 
 @functools.cache
@@ -145,7 +150,15 @@ def graphs_of(name: str) -> Graphs:
         of.rewritten(clip_value=1.0, scales_loss=True, for_compiler=True, folds=True),
         of_fused.rewritten(max_norm=1.0, scales_loss=True, on_device=SkipOnDevice(LossScale().numbers)),
         of.rewritten(max_norm=1.0, spares=True),
+        _recomputed(of.rewritten(max_norm=1.0)),
     )
+
+
+def _recomputed(graph: StepGraph) -> StepGraph:
+    """Everything that may run again does."""
+    outline = outline_of(graph, lambda node: 1.0)
+    run_passes(graph, [Recompute(Plan(repeats=schedule(outline, Choice(outline.always_kept)).repeats()))])
+    return graph
 
 
 def _subject(name: str, optimizer_name: str) -> Subject:

@@ -11,7 +11,13 @@ from stepgraph.errors import VerificationError
 from stepgraph.graph import OutputRole, OutputSpec, Phase, StepGraph
 from stepgraph.graph.verifier import RULES, metadata_matches_operators, verify
 
-from . import mutants_deferred, mutants_effects, mutants_folded, mutants_gradients  # noqa: F401 (they register mutants)
+from . import (  # noqa: F401 (they register mutants)
+    mutants_deferred,
+    mutants_effects,
+    mutants_folded,
+    mutants_gradients,
+    mutants_repeats,
+)
 from .mutants import MODELS, MUTANTS, Graphs, Mutant, call, captured_gradients, graphs_of, rekey
 from .mutants_structure import wrong_dtype_of_a_result
 
@@ -47,7 +53,7 @@ def test_valid_graphs_pass_at_level_2(name: str, form: str) -> None:
     verify(graph, level=2)
     assert graph.calls, "an empty graph breaks no rule"
     assert (graph.output_of(OutputRole.CLIP_FACTOR) is not None) == (
-        form in ("clipped", "scaled", "last", "folded", "folded_kernels", "deferred", "spared")
+        form in ("clipped", "scaled", "last", "folded", "folded_kernels", "deferred", "spared", "recomputed")
     )
 
 

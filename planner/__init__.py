@@ -1,0 +1,17 @@
+"""Floor 2: what a step needs in memory and time, and what to do about it. Reads graphs, writes plans."""
+
+from .hardware import SPECS as SPECS
+from .hardware import HardwareSpec as HardwareSpec
+from .memory import CATEGORIES as CATEGORIES
+from .memory import MemoryTimeline as MemoryTimeline
+from .memory import Peak as Peak
+from .memory import simulate as simulate
+from .plan import STRATEGIES as STRATEGIES
+from .plan import Decision as Decision
+from .plan import Plan as Plan
+from .plan import Prediction as Prediction
+from .plan import Repeat as Repeat
+from .plan import load_plan as load_plan
+from .search import fingerprint_of as fingerprint_of
+from .search import plan_step as plan_step
+from .workspaces import measured_workspaces as measured_workspaces

@@ -1,0 +1,232 @@
+"""The memory simulator: how many bytes are alive at each call of a step, and whose they are.
+
+Every storage is one interval, from the call that makes it to the last call that reads any value on it: views keep their base,
+all results of an operator live until the last of them was taken, and what a call reads, makes and needs as workspace is counted
+before anything is freed. That is what the executor does, so on the CPU the figure is the allocator's, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from ..graph import (
+    CAPTURED_PHASES,
+    InputRole,
+    OutputRole,
+    Phase,
+    StepGraph,
+    last_uses,
+    name_of,
+    storages_of,
+    tensors_in,
+)
+from ..torch_compat import storage_key
+
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+STATE = "optimizer state"
+MASTERS = "float32 masters"
+BATCH = "batch"
+GRADIENTS = "gradients"
+ACTIVATIONS = "activations"
+RECOMPUTED = "recomputed"
+TEMPORARIES = "temporaries"
+WORKSPACE = "workspace"
+CATEGORIES = (
+    PARAMETERS, MASTERS, STATE, BUFFERS, BATCH, GRADIENTS, ACTIVATIONS, RECOMPUTED, TEMPORARIES, WORKSPACE,
+)  # fmt: skip
+
+_OF_ROLE = {
+    InputRole.PARAM: PARAMETERS,
+    InputRole.CHUNK: PARAMETERS,
+    InputRole.BUFFER: BUFFERS,
+    InputRole.CONSTANT: BUFFERS,
+    InputRole.STATE: STATE,
+    InputRole.MASTER: MASTERS,
+    InputRole.BATCH: BATCH,
+    InputRole.ACCUMULATOR: GRADIENTS,
+    InputRole.GRAD: GRADIENTS,
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Where a step needs most memory.
+
+    Attributes:
+        peak_bytes: everything that is alive at once, inputs of the step included.
+        position: of the call, in execution order; -1 where no call needs more than the inputs.
+        at: the call's logical key.
+        by_category: bytes of each of ``CATEGORIES`` that has any; they add up to ``peak_bytes``.
+        largest: names of the storages alive there that the step made, and their bytes, the largest first.
+    """
+
+    peak_bytes: int
+    position: int
+    at: str
+    by_category: dict[str, int]
+    largest: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """The storages that a step makes, as intervals of positions in its execution order, and what it starts with.
+
+    Attributes:
+        births: position of the call that makes each storage.
+        deaths: position of the last call that holds it; the number of calls where it outlives the step.
+        sizes: its bytes.
+        categories: its category, of ``CATEGORIES``.
+        names: the logical key of the value that it was made for.
+        workspace: bytes that each call needs while it runs.
+        calls: the logical key of each call.
+        resident: bytes of the step's inputs by category.
+    """
+
+    births: np.ndarray
+    deaths: np.ndarray
+    sizes: np.ndarray
+    categories: tuple[str, ...]
+    names: tuple[str, ...]
+    workspace: np.ndarray
+    calls: tuple[str, ...]
+    resident: Mapping[str, int]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the step's inputs."""
+        return sum(self.resident.values())
+
+    def live_bytes(self) -> np.ndarray:
+        """Bytes alive while each call runs, the step's inputs included; int64, one for each call."""
+        live: np.ndarray = live_bytes(self.births, self.deaths, self.sizes, len(self.calls)) + self.workspace
+        return live + self.resident_bytes
+
+    def peak(self, largest: int = 10) -> Peak:
+        """The call at which most is alive, the first of equals, and what that is."""
+        live = self.live_bytes()
+        if not len(live):
+            return Peak(self.resident_bytes, -1, "", dict(self.resident), ())
+        position = int(live.argmax())
+        alive = np.flatnonzero((self.births <= position) & (position <= self.deaths))
+        categories: Counter[str] = Counter(self.resident)
+        for index in alive:
+            categories[self.categories[index]] += int(self.sizes[index])
+        categories[WORKSPACE] += int(self.workspace[position])
+        order = sorted(alive, key=lambda i: (-self.sizes[i], i))[:largest]
+        return Peak(
+            int(live[position]),
+            position,
+            self.calls[position],
+            {c: categories[c] for c in CATEGORIES if categories[c]},
+            tuple((self.names[i], int(self.sizes[i])) for i in order),
+        )
+
+
+def live_bytes(births: np.ndarray, deaths: np.ndarray, sizes: np.ndarray, calls: int) -> np.ndarray:
+    """Bytes alive at each of ``calls`` positions, of intervals that include both their ends; int64."""
+    changes = np.zeros(calls + 2, dtype=np.int64)
+    np.add.at(changes, births, sizes)
+    np.add.at(changes, np.minimum(deaths, calls) + 1, -sizes)
+    live: np.ndarray = np.cumsum(changes)[:calls]
+    return live
+
+
+def intervals(held: Iterable[Sequence[int]], last_use: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """First and last position of each storage.
+
+    Args:
+        held: for each call, the storages behind its value.
+        last_use: for each call, the position of the last call that reads its value, or its own.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for position, storages in enumerate(held):
+        for storage in storages:
+            birth, death = found.get(storage, (position, position))
+            found[storage] = (birth, max(death, last_use[position]))
+    return found
+
+
+def simulate(graph: StepGraph, workspace_bytes: Callable[[fx.Node], int] = lambda node: 0) -> MemoryTimeline:
+    """The memory of a rewritten step graph, as the executor runs it.
+
+    Sizes that depend on data are counted as 0.
+
+    Args:
+        workspace_bytes: what a call allocates and frees while it runs.
+    """
+    calls = graph.calls
+    given = {key for node in graph.placeholders for key in storages_of(node)}
+    sizes = {storage_key(t): _size(t.untyped_storage().nbytes()) for n in calls for t in tensors_in(n.meta.get("val"))}
+    held = [[key for key in dict.fromkeys(storages_of(n)) if key not in given] for n in calls]
+    found = intervals(held, _last_positions(graph))
+    makers = [calls[birth] for birth, _ in found.values()]
+    gradients = gradient_storages(graph)
+    states = {
+        key for v in graph.output_nodes(OutputRole.STATE).values() if isinstance(v, fx.Node) for key in storages_of(v)
+    }
+    return MemoryTimeline(
+        births=np.array([birth for birth, _ in found.values()], dtype=np.int64),
+        deaths=np.array([death for _, death in found.values()], dtype=np.int64),
+        sizes=np.array([sizes[key] for key in found], dtype=np.int64),
+        categories=tuple(
+            STATE if key in states else category_of(node, key in gradients)
+            for node, key in zip(makers, found, strict=True)
+        ),
+        names=tuple(name_of(node) for node in makers),
+        workspace=np.array([workspace_bytes(n) for n in calls], dtype=np.int64),
+        calls=tuple(name_of(node) for node in calls),
+        resident=resident_bytes(graph),
+    )
+
+
+def resident_bytes(graph: StepGraph) -> dict[str, int]:
+    """Bytes of the graph's inputs by category, each storage once; hyperparameters and other numbers are left out."""
+    counted: set[int] = set()
+    totals: Counter[str] = Counter()
+    for node, spec in zip(graph.placeholders, graph.inputs, strict=True):
+        category = _OF_ROLE.get(spec.role)
+        for tensor in tensors_in(node.meta.get("val")):
+            if category is not None and (key := storage_key(tensor)) not in counted:
+                counted.add(key)
+                totals[category] += _size(tensor.untyped_storage().nbytes())
+    return {c: totals[c] for c in CATEGORIES if totals[c]}
+
+
+def _size(size: object) -> int:
+    return size if isinstance(size, int) else 0
+
+
+def _last_positions(graph: StepGraph) -> list[int]:
+    position = {node: i for i, node in enumerate(graph.calls)}
+    last = [len(position)] * len(position)
+    for user, values in last_uses(graph).items():
+        for value in values:
+            if value in position:
+                last[position[value]] = position[user]
+    return last
+
+
+def gradient_storages(graph: StepGraph) -> set[int]:
+    """Storages that a call after backward reads, or that outlive the step: gradients, where backward made them."""
+    after = [n for n in graph.calls if n.meta["phase"] not in CAPTURED_PHASES]
+    return {
+        key for node in (*after, graph.output_node) for operand in node.all_input_nodes for key in storages_of(operand)
+    }
+
+
+def category_of(maker: fx.Node, is_gradient: bool) -> str:
+    """The category of what a call allocates; ``is_gradient``: see :func:`gradient_storages`."""
+    phase = maker.meta["phase"]
+    if maker.meta.get("recomputes") is not None:
+        return RECOMPUTED
+    if phase is Phase.FORWARD:
+        return ACTIVATIONS
+    if phase is Phase.BACKWARD and is_gradient:
+        return GRADIENTS
+    return TEMPORARIES

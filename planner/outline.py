@@ -1,0 +1,199 @@
+"""A step as the planner sees it: operators with their seconds, and the storages that they read and make.
+
+Views cost no bytes and next to no time, so they are folded into the operators that read them. Everything else about a graph,
+such as what may be computed twice, is decided here once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import fx
+
+from ..graph import (
+    CAPTURED_PHASES,
+    OutputRole,
+    Phase,
+    StepGraph,
+    allocated_by,
+    arguments_without_writes,
+    effects_of,
+    is_view,
+    likeness_of,
+    name_of,
+    nodes_in,
+    picks_indices,
+    storages_of,
+    tensors_in,
+    written_nodes,
+)
+from ..torch_compat import has_symbolic_shape, storage_key
+from .memory import CATEGORIES, STATE, category_of, gradient_storages, resident_bytes
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One call that computes something.
+
+    Attributes:
+        name: its logical key.
+        seconds: predicted time.
+        reads: the storages behind its operands that the step made, by number.
+        makes: the storages that it allocates.
+        workspace: bytes that it needs while it runs.
+        can_repeat: whether running it a second time in backward gives the same bits and changes nothing.
+        likeness: equal for operators that compute the same on operands of the same layout.
+    """
+
+    name: str
+    seconds: float
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    workspace: int = 0
+    can_repeat: bool = True
+    likeness: int = 0
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Operators in execution order: the forward ones, then those of backward, then the rest.
+
+    Attributes:
+        operators: in execution order.
+        sizes: bytes of each storage.
+        forward: number of forward operators.
+        backward: number of forward and backward operators.
+        outputs: storages that outlive the step.
+        pinned: further forward storages that are never dropped.
+        categories: of each storage, of :data:`memory.CATEGORIES`.
+        given: bytes of the step's inputs, alive throughout, by category.
+    """
+
+    operators: tuple[Operator, ...]
+    sizes: tuple[int, ...]
+    forward: int
+    backward: int
+    outputs: frozenset[int] = frozenset()
+    pinned: frozenset[int] = frozenset()
+    categories: tuple[str, ...] = ()
+    given: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def given_bytes(self) -> int:
+        """Bytes of the step's inputs."""
+        return sum(self.given.values())
+
+    @cached_property
+    def makers(self) -> dict[int, int]:
+        """The operator that makes each storage."""
+        return {storage: i for i, op in enumerate(self.operators) for storage in op.makes}
+
+    @cached_property
+    def read_in_backward(self) -> frozenset[int]:
+        """Forward storages that an operator of backward, or one after it, reads."""
+        later = {s for op in self.operators[self.forward :] for s in op.reads}
+        return frozenset(s for s in later if self.makers[s] < self.forward)
+
+    @cached_property
+    def candidates(self) -> tuple[int, ...]:
+        """Forward storages that may be dropped and made again, in the order in which they are made."""
+        fixed = self.outputs | self.pinned
+        repeatable = [op for op in self.operators[: self.forward] if op.can_repeat]
+        return tuple(s for op in repeatable for s in op.makes if s not in fixed)
+
+    @cached_property
+    def always_kept(self) -> frozenset[int]:
+        """Forward storages that may not be dropped."""
+        made = {s for op in self.operators[: self.forward] for s in op.makes}
+        return frozenset(made.difference(self.candidates))
+
+    @property
+    def seconds(self) -> float:
+        """Time of every operator once."""
+        return sum(op.seconds for op in self.operators)
+
+
+def outline_of(
+    graph: StepGraph,
+    seconds: Callable[[fx.Node], float],
+    workspace_bytes: Callable[[fx.Node], int] = lambda node: 0,
+) -> Outline:
+    """The outline of a step graph, before anything is recomputed.
+
+    Optimizer state that the step creates counts as given: it is there in every later step.
+    """
+    fixed = _written_before_update(graph)
+    allocated = allocated_by(graph.graph)
+    numbers: dict[int, int] = {}
+    sizes: list[int] = []
+    categories: list[str] = []
+    gradients = gradient_storages(graph)
+    likenesses: dict[Hashable, int] = {}
+    operators: list[Operator] = []
+    counts: Counter[Phase] = Counter()
+    for node in graph.calls:
+        if is_view(node):
+            continue
+        tensors = {storage_key(t): t for t in tensors_in(node.meta["val"])}
+        made = allocated[node]
+        for key in made:
+            numbers[key] = len(sizes)
+            size = tensors[key].untyped_storage().nbytes()
+            sizes.append(size if isinstance(size, int) else 0)
+            categories.append(category_of(node, key in gradients))
+        read = {key for operand in node.all_input_nodes for key in storages_of(operand)}
+        operators.append(
+            Operator(
+                name=name_of(node),
+                seconds=seconds(node),
+                reads=tuple(sorted(numbers[key] for key in read if key in numbers)),
+                makes=tuple(numbers[key] for key in made),
+                workspace=workspace_bytes(node),
+                can_repeat=node.meta["phase"] is Phase.FORWARD and can_repeat(node, fixed),
+                likeness=likenesses.setdefault(likeness_of(node), len(likenesses)),
+            )
+        )
+        counts[node.meta["phase"]] += 1
+    created = {key for v in graph.output_nodes(OutputRole.STATE).values() for key in storages_of(v)}
+    given = Counter(resident_bytes(graph))
+    for key in created & numbers.keys():
+        given[STATE] += sizes[numbers[key]]
+        sizes[numbers[key]] = 0
+    outputs = {key for v in graph.output_values if isinstance(v, fx.Node) for key in storages_of(v)}
+    return Outline(
+        tuple(operators),
+        tuple(sizes),
+        forward=counts[Phase.FORWARD],
+        backward=counts[Phase.FORWARD] + counts[Phase.BACKWARD],
+        outputs=frozenset(numbers[key] for key in outputs if key in numbers),
+        categories=tuple(categories),
+        given={c: given[c] for c in CATEGORIES if given[c]},
+    )
+
+
+def can_repeat(node: fx.Node, written: frozenset[int]) -> bool:
+    """Whether a forward call, run again in backward, gives the same bits and changes nothing.
+
+    Random draws, writes, and indices that are picked by comparing values are never made twice; nor is what reads memory that
+    is written before the update, since it would read it at another time. A batch norm is made again without its statistics.
+
+    Args:
+        written: storages that a call of forward or backward writes in place.
+    """
+    arguments = arguments_without_writes(node)
+    effects = effects_of(node)
+    writes_statistics = arguments != (node.args, node.kwargs) and replace(effects, writes=()).pure
+    if not (effects.pure or writes_statistics) or picks_indices(node):
+        return False
+    values = (node, *nodes_in(arguments[0]), *nodes_in(list(arguments[1].values())))
+    if any(has_symbolic_shape(t) for v in values for t in tensors_in(v.meta["val"])):
+        return False  # sizes that depend on data would be symbols of their own
+    return not any(key in written for value in values for key in storages_of(value))
+
+
+def _written_before_update(graph: StepGraph) -> frozenset[int]:
+    calls = [n for n in graph.calls if n.meta["phase"] in CAPTURED_PHASES]
+    return frozenset(key for node in calls for operand in written_nodes(node) for key in storages_of(operand))

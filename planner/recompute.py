@@ -1,0 +1,270 @@
+"""Which results of forward to keep and which to compute again: one option for each block, under one peak.
+
+Each block has options (:mod:`options`), solved once for blocks that are alike. The bytes alive while block ``j`` runs backward
+are those that earlier blocks keep, the block's own peak, and what does not depend on the choice: a multiple-choice problem with
+a row for each block. A linear program over it gives the price of memory and a bound; its solutions over a grid of budgets,
+rounded to whole options, and the plans on the way from one to the next make the frontier. The grid does not depend on the
+budget asked for, and that is why a smaller budget never gets a plan with a larger peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linprog
+
+from .blocks import Part, classes_of, find_blocks, part_of, shared_storages
+from .exact import exact_frontier, is_small
+from .min_cut import convex_frontier
+from .options import Option, options_of
+from .outline import Outline
+from .schedule import Choice, Schedule, Use, schedule
+
+GRID = 24  # budgets at which the linear program is solved, from the least that can be kept to what keeping everything takes
+
+
+class Pick(NamedTuple):
+    """A plan as one option for each block.
+
+    Attributes:
+        peak_bytes: predicted by the rows, the step's inputs included.
+        extra_seconds: of what runs again.
+        options: for each block, the number of its option.
+    """
+
+    peak_bytes: int
+    extra_seconds: float
+    options: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The linear program at one budget.
+
+    Attributes:
+        extra_seconds: a bound for every plan that is made of the options.
+        price: of memory, in seconds per byte at the peak.
+        shares: for each block, how much of each option.
+    """
+
+    extra_seconds: float
+    price: float
+    shares: list[np.ndarray]
+
+
+_KNOWN: dict[Hashable, list[Option]] = {}
+_MOST_KNOWN = 256
+
+
+def _options(part: Part) -> list[Option]:
+    """The options of a block, remembered in this process: plans for other budgets have the same blocks."""
+    if part.signature not in _KNOWN:
+        while len(_KNOWN) >= _MOST_KNOWN:
+            del _KNOWN[next(iter(_KNOWN))]
+        _KNOWN[part.signature] = options_of(part.outline, part.leaving)
+    return _KNOWN[part.signature]
+
+
+class RecomputeProblem:
+    """The choice for one step.
+
+    Attributes:
+        outline: the step.
+        blocks: its blocks, in order of forward.
+        options: for each block, the ways to run it, the fastest first, which keeps everything.
+    """
+
+    def __init__(self, outline: Outline) -> None:
+        self.outline = outline
+        self._exact = exact_frontier(outline) if is_small(outline) else []
+        self.blocks = find_blocks(outline)
+        self._shared = shared_storages(outline, self.blocks)
+        self._parts = [part_of(outline, block, self._shared) for block in self.blocks]
+        self.options: list[list[Option]] = [[] for _ in self.blocks]
+        if self._exact:
+            return
+        for members in classes_of(self._parts):
+            options = _options(self._parts[members[0]])
+            for number in members:
+                self.options[number] = options
+        self._kept = [np.array([o.kept_bytes for o in options]) for options in self.options]
+        self._peaks = [np.array([(o.forward_bytes, o.peak_bytes) for o in options]) for options in self.options]
+        self._seconds = [np.array([o.extra_seconds for o in options]) for options in self.options]
+
+    def schedule(self, options: tuple[int, ...]) -> Schedule:
+        """The step with one option for each block; of a small step, one of the exact frontier."""
+        if self._exact:
+            return self._exact[options[0]]
+        kept = set(self.outline.always_kept | self._shared)
+        renewed: set[Use] = set()
+        for part, offered, number in zip(self._parts, self.options, options, strict=True):
+            choice = offered[number].choice
+            kept.update(part.storages[s] for s in choice.kept)
+            renewed.update(Use(part.storages[s], part.operators[i], again) for s, i, again in choice.renewed)
+        return schedule(self.outline, Choice(frozenset(kept), frozenset(renewed)))
+
+    @cached_property
+    def everything_kept(self) -> Schedule:
+        """The step without recomputing."""
+        return schedule(self.outline, Choice(self.outline.always_kept.union(self.outline.candidates)))
+
+    @cached_property
+    def _fixed(self) -> np.ndarray:
+        """Bytes alive at the peak of each block's forward and of its backward that no option changes; shape (blocks, 2)."""
+        whole = self.schedule((0,) * len(self.blocks))
+        numbers = np.array([run.operator for run in whole.runs])
+        fixed = np.zeros((len(self.blocks), 2), dtype=np.int64)
+        earlier = 0
+        for j, block in enumerate(self.blocks):
+            for column, span in enumerate((block.forward, block.backward)):
+                within = (numbers >= span.start) & (numbers < span.stop)
+                fixed[j, column] = int(whole.live[within].max(initial=0)) - earlier - int(self._peaks[j][0, column])
+            earlier += int(self._kept[j][0])
+        return fixed + self.outline.given_bytes
+
+    @cached_property
+    def _floor(self) -> int:
+        """The peak after backward, which no option changes."""
+        whole = self.schedule((0,) * len(self.blocks))
+        after = [
+            live for run, live in zip(whole.runs, whole.live, strict=True) if run.operator >= self.outline.backward
+        ]
+        return int(max(after, default=0)) + self.outline.given_bytes
+
+    def _rows(self, options: tuple[int, ...]) -> np.ndarray:
+        """Bytes alive at the peak of each block's forward and of its backward; shape (blocks, 2)."""
+        kept = np.array([k[o] for k, o in zip(self._kept, options, strict=True)])
+        peaks = np.array([p[o] for p, o in zip(self._peaks, options, strict=True)])
+        earlier = np.concatenate(([0], np.cumsum(kept)[:-1]))
+        rows: np.ndarray = self._fixed + earlier[:, None] + peaks
+        return rows
+
+    def _pick(self, options: tuple[int, ...]) -> Pick:
+        seconds = sum(float(s[o]) for s, o in zip(self._seconds, options, strict=True))
+        return Pick(max(int(self._rows(options).max(initial=0)), self._floor), seconds, options)
+
+    def relaxed(self, budget_bytes: float) -> Relaxed | None:
+        """The linear program at a budget; None where it has no solution."""
+        count = len(self.blocks)
+        widths = [len(options) for options in self.options]
+        starts = np.concatenate(([0], np.cumsum(widths)))
+        rows = np.zeros((count, 2, starts[-1]))
+        ones = np.zeros((count, starts[-1]))
+        for j in range(count):
+            columns = slice(starts[j], starts[j + 1])
+            rows[j, :, columns] = self._peaks[j].T
+            rows[j + 1 :, :, columns] = self._kept[j]
+            ones[j, columns] = 1
+        unit = max(float(rows.max()), 1.0)
+        clock = self.outline.seconds or 1.0
+        solved = linprog(
+            np.concatenate(self._seconds) / clock,
+            A_ub=rows.reshape(2 * count, -1) / unit,
+            b_ub=(budget_bytes - self._fixed).ravel() / unit,
+            A_eq=ones,
+            b_eq=np.ones(count),
+            bounds=(0, 1),
+            method="highs",
+        )
+        if solved.status != 0 or budget_bytes < self._floor:
+            return None
+        price = -float(solved.ineqlin.marginals.sum()) * clock / unit
+        shares = [solved.x[starts[j] : starts[j + 1]] for j in range(count)]
+        return Relaxed(float(solved.fun) * clock, max(price, 0.0), shares)
+
+    def _rounded(self, shares: list[np.ndarray], budget_bytes: float) -> tuple[int, ...]:
+        """Whole options: of those that have a share the one that takes least, then the fastest that still fit."""
+        picked = []
+        for j, share in enumerate(shares):
+            support = np.flatnonzero(share > 1e-6)
+            picked.append(int(min(support, key=lambda o: (self._kept[j][o] + self._peaks[j][o].max(), o))))
+        while True:
+            best: tuple[float, int, int] | None = None
+            rows = self._rows(tuple(picked))
+            room = budget_bytes - rows
+            least_room = np.minimum.accumulate(room.min(axis=1)[::-1])[::-1]
+            behind = np.concatenate((least_room[1:], [math.inf]))
+            for j, current in enumerate(picked):
+                more_kept = self._kept[j] - self._kept[j][current]
+                more_peak = self._peaks[j] - self._peaks[j][current]
+                gain = self._seconds[j][current] - self._seconds[j]
+                fits = (more_peak <= room[j]).all(axis=1) & (more_kept <= behind[j]) & (gain > 1e-12)
+                if fits.any():
+                    option = int(np.where(fits, gain, -1).argmax())
+                    if best is None or gain[option] > best[0]:
+                        best = (float(gain[option]), j, option)
+            if best is None:
+                return tuple(picked)
+            picked[best[1]] = best[2]
+
+    @cached_property
+    def frontier(self) -> list[Pick]:
+        """Plans by rising peak and falling time, independent of any budget."""
+        if self._exact:
+            plain = self.outline.seconds
+            return [Pick(order.peak_bytes, order.seconds - plain, (i,)) for i, order in enumerate(self._exact)]
+        most = self._pick((0,) * len(self.blocks))
+        least = self._pick(self._least())
+        found = {most, least}
+        steps = np.linspace(0, 1, GRID)[1:-1] ** 2  # finer where memory is short
+        grid = least.peak_bytes + steps * (most.peak_bytes - least.peak_bytes)
+        corners = [least]
+        for budget in grid:
+            relaxed = self.relaxed(float(budget))
+            if relaxed is not None:
+                corners.append(self._pick(self._rounded(relaxed.shares, float(budget))))
+        corners.append(most)
+        for lower, upper in zip(corners, corners[1:], strict=False):
+            found.update(self._between(lower, upper))
+        found.update(corners)
+        ordered: list[Pick] = []
+        for pick in sorted(found, key=lambda p: (p.peak_bytes, p.extra_seconds, p.options)):
+            if not ordered or pick.extra_seconds < ordered[-1].extra_seconds:
+                ordered.append(pick)
+        return ordered
+
+    def _between(self, lower: Pick, upper: Pick) -> list[Pick]:
+        """Plans on the way from one plan to another, one block after the other, the last blocks first."""
+        options = list(lower.options)
+        found = []
+        for j in reversed(range(len(options))):
+            if options[j] != upper.options[j]:
+                options[j] = upper.options[j]
+                found.append(self._pick(tuple(options)))
+        return found
+
+    def _least(self) -> tuple[int, ...]:
+        """The plan of least peak, by bisection over budgets that the linear program can keep."""
+        high = float(self._pick((0,) * len(self.blocks)).peak_bytes)
+        low = float(self._floor)
+        best = self.relaxed(high)
+        for _ in range(12):
+            middle = (low + high) / 2
+            relaxed = self.relaxed(middle)
+            if relaxed is None:
+                low = middle
+            else:
+                best, high = relaxed, middle
+        assert best is not None
+        smallest = []
+        for j, share in enumerate(best.shares):
+            support = np.flatnonzero(share > 1e-6)
+            smallest.append(int(min(support, key=lambda o: (self._kept[j][o] + self._peaks[j][o].max(), o))))
+        return tuple(smallest)
+
+    def bound_seconds(self, budget_bytes: int) -> float:
+        """Least recomputing that any plan at all needs within a budget, whatever its options.
+
+        What backward reads and is not made again is alive when backward begins. The least seconds at that many bytes, on the
+        convex frontier of the min-cut, is a lower bound (Lagrangian duality).
+        """
+        outline = self.outline
+        made = outline.operators[outline.forward].makes if outline.backward > outline.forward else ()
+        beside = outline.given_bytes + sum(outline.sizes[s] for s in made)
+        points = sorted((p.kept_bytes, p.extra_seconds) for p in convex_frontier(outline))
+        return float(np.interp(budget_bytes - beside, [p[0] for p in points], [p[1] for p in points]))

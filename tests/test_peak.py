@@ -1,0 +1,70 @@
+"""The peak of real architectures: predicted as measured, within the budget, and the numbers of eager under every plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import stepgraph as sg
+from stepgraph.planner import measured_workspaces, simulate
+
+from . import fixtures, oracle, zoo
+from .peaks import peak_of_step
+
+STEPS = 5
+FIRST_RUN = 8192  # the random state, and numbers that only a first run makes
+
+
+def _budgets(entry: zoo.ZooModel) -> tuple[int, int, int]:
+    """Three budgets between what any plan needs and what keeping everything needs."""
+    step = _compiled(entry.build(), "none")
+    step.prepare(entry.batch())
+    most = step.plan.prediction.peak_bytes
+    with pytest.raises(sg.PlanError) as error:
+        _compiled(entry.build(), "auto", memory_budget=1).prepare(entry.batch())
+    least = error.value.least_bytes
+    assert 0 < least <= most
+    return least, (least + most) // 2, most - (most - least) // 8
+
+
+def _compiled(model: torch.nn.Module, plan: Any, **options: Any) -> sg.TrainStep:
+    optimizer = oracle.OPTIMIZERS["adamw_fused"](oracle.two_groups(model))
+    return sg.compile_train_step(model, optimizer, plan, max_norm=1.0, master_weights=False, **options)
+
+
+def _check(entry: zoo.ZooModel, plans: list[tuple[str, int | None]]) -> None:
+    eager_model, _ = oracle.twin(entry.build)
+    batches = [entry.batch(seed) for seed in range(STEPS)]
+    optimizer = oracle.OPTIMIZERS["adamw_fused"](oracle.two_groups(eager_model))
+    eager = oracle.eager_steps(eager_model, optimizer, fixtures.own_loss, batches, max_norm=1.0)
+    for plan, budget in plans:
+        _, model = oracle.twin(entry.build)
+        step = _compiled(model, plan, memory_budget=budget)
+        measured: list[int] = []
+        step.prepare(batches[0])
+        first = simulate(step.graph, measured_workspaces(step.graph)).peak().peak_bytes
+
+        def run(batch: Any, step: Any = step, measured: list[int] = measured) -> Any:
+            result, peak = peak_of_step(step, batch)
+            measured.append(peak)
+            return result
+
+        oracle.assert_bitwise(eager, oracle.graph_steps(run, model, step.optimizer, batches))
+        predicted = step.plan.prediction.peak_bytes
+        assert abs(measured[0] - first) <= FIRST_RUN, f"{plan} {budget}: first step {measured[0]}, predicted {first}"
+        for peak in measured[1:]:
+            assert peak == pytest.approx(predicted, rel=1e-3), f"{plan} {budget}: {measured}, predicted {predicted}"
+        if budget is not None:
+            assert max(predicted, *measured[1:]) <= budget + 512, "numbers of the step itself, such as its norm"
+            assert sum(step.plan.prediction.by_category.values()) == predicted
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.case("B30", "B31", "B33", "B55", "B56")
+@pytest.mark.feature("MEM-1", "MEM-2", "CKPT-1", "CKPT-12")
+def test_peak_is_as_predicted_and_numbers_are_those_of_eager(name: str) -> None:
+    entry = zoo.ZOO[name]
+    least, middle, high = _budgets(entry)
+    _check(entry, [("none", None), ("sqrt", None), ("auto", least), ("auto", middle), ("auto", high)])

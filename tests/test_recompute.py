@@ -1,0 +1,279 @@
+"""Recomputing: what runs again, where, and that the schedule which was planned is the graph that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stepgraph as sg
+from stepgraph.errors import PlanMismatchError
+from stepgraph.graph import Phase, StepGraph, effects_of, is_view, picks_indices
+from stepgraph.passes import Recompute, run_passes
+from stepgraph.planner import SPECS, Plan, Repeat, simulate
+from stepgraph.planner.cost import node_seconds
+from stepgraph.planner.outline import outline_of
+from stepgraph.planner.schedule import Choice, schedule
+from stepgraph.runtime.planning import parse_bytes
+
+from . import fixtures, oracle, zoo
+from .peaks import peak_of_step
+
+
+def _prepared(entry: zoo.ZooModel, **options: Any) -> StepGraph:
+    model = entry.build()
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), "none", **options)
+    return step.prepare(entry.batch())
+
+
+class Deep(nn.Module):
+    """Equal layers with dropout and BatchNorm, wide enough for memory to be worth something."""
+
+    def __init__(self, layers: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width),
+                nn.BatchNorm1d(4 * width),
+                nn.GELU(),
+                nn.Dropout(0.2),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _deep_step(plan: Any = "none", budget: Any = None, seed: int = 0, **options: Any) -> sg.TrainStep:
+    with fixtures.seeded(seed):
+        model = Deep()
+    return sg.compile_train_step(
+        model,
+        torch.optim.AdamW(model.parameters(), fused=True),
+        plan,
+        memory_budget=budget,
+        loss_fn=fixtures.mean_square,
+        **options,
+    )
+
+
+# What runs again
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "mixtral", "resnet"])
+@pytest.mark.case("B30", "B31", "B33")
+@pytest.mark.feature("CKPT-8", "CKPT-12")
+def test_draws_writes_and_picked_indices_never_run_again(name: str) -> None:
+    graph = _prepared(zoo.ZOO[name])
+    outline = outline_of(graph, node_seconds(SPECS["cpu"]))
+    plan = Plan(repeats=schedule(outline, Choice(outline.always_kept)).repeats())
+    run_passes(graph, [Recompute(plan)])
+    again = [n for n in graph.calls if n.meta.get("recomputes")]
+    assert len(again) > 10
+    assert all(n.meta["phase"] is Phase.BACKWARD for n in again)
+    assert not [n for n in again if not effects_of(n).pure or picks_indices(n)]
+    kinds = {n.meta["key"].family for n in graph.calls if not effects_of(n).pure and n.meta["phase"] is Phase.FORWARD}
+    assert name == "mixtral" or kinds, "there is something that must not run again"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "whisper", "mamba", "resnet"])
+def test_schedule_and_rewritten_graph_are_alike_at_every_position(name: str) -> None:
+    graph = _prepared(zoo.ZOO[name])
+    outline = outline_of(graph, node_seconds(SPECS["cpu"]))
+    half = frozenset(s for i, s in enumerate(outline.candidates) if i % 3)
+    for kept in (outline.always_kept | half, outline.always_kept, outline.always_kept.union(outline.candidates)):
+        chosen = schedule(outline, Choice(kept))
+        rewritten = graph.copy()
+        run_passes(rewritten, [Recompute(Plan(repeats=chosen.repeats()))])
+        timeline = simulate(rewritten)
+        operators = [i for i, node in enumerate(rewritten.calls) if not is_view(node)]
+        assert np.array_equal(timeline.live_bytes()[operators] - timeline.resident_bytes, chosen.live)
+        assert timeline.peak().peak_bytes - timeline.resident_bytes == chosen.peak_bytes - outline.given_bytes
+
+
+def test_a_plan_for_another_graph_is_refused() -> None:
+    graph = _prepared(zoo.ZOO["gpt2"])
+    with pytest.raises(PlanMismatchError, match="nowhere/mm#0@forward") as error:
+        run_passes(graph, [Recompute(Plan(repeats=(Repeat("nowhere/mm#0@forward", "also/mm#0@backward", (0,)),)))])
+    assert error.value.differing == ("nowhere/mm#0@forward", "also/mm#0@backward")
+
+
+# Steps
+
+
+@pytest.mark.case("B30", "B31", "B56")
+@pytest.mark.feature("MEM-9", "CKPT-1", "CKPT-2", "CKPT-12")
+def test_budgets_are_kept_and_numbers_stay() -> None:
+    batches = [fixtures.rows(i, 512, 64) for i in range(3)]
+    none = _deep_step()
+    torch.manual_seed(0)
+    want = [none(b).loss for b in batches]
+    most = none.plan.prediction.peak_bytes
+    with pytest.raises(sg.PlanError, match="needs .* bytes at least") as error:
+        _deep_step("auto", 1).prepare(batches[0])
+    least = error.value.least_bytes
+    assert least < 0.95 * most
+    peaks, seconds = [], []
+    for budget in np.linspace(least, most, 8).astype(int):
+        step = _deep_step("auto", int(budget))
+        torch.manual_seed(0)
+        for batch, loss in zip(batches, want, strict=True):
+            result, measured = peak_of_step(step, batch)
+            assert torch.equal(result.loss, loss)
+        assert measured <= budget + 64
+        peaks.append(step.plan.prediction.peak_bytes)
+        seconds.append(step.plan.prediction.seconds)
+        assert peaks[-1] <= budget
+        assert peaks[-1] >= 0.97 * budget or step.plan.notes, "a budget that binds is used, or the plan says why not"
+    assert peaks == sorted(peaks), "a smaller budget never has a larger peak"
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("plan", ["sqrt", "auto"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*normalises each micro-batch:stepgraph.errors.StepGraphWarning")
+def test_bitwise_with_dropout_batchnorm_and_windows(plan: str, accumulate: int) -> None:
+    batches = [fixtures.rows(i, 256, 64) for i in range(4)]
+    plain = _deep_step(accumulate=accumulate)
+    torch.manual_seed(3)
+    want = [plain(b).loss for b in batches]
+    budget = None if plan == "sqrt" else int(plain.plan.prediction.peak_bytes * 0.93)
+    planned = _deep_step(plan, budget, accumulate=accumulate)
+    torch.manual_seed(3)
+    got = [planned(b).loss for b in batches]
+    assert planned.plan.repeats
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    for (name, a), (_, b) in zip(plain.model.state_dict().items(), planned.model.state_dict().items(), strict=True):
+        oracle.assert_same(a, b), name
+
+
+def test_verify_sees_no_difference() -> None:
+    step = _deep_step("sqrt")
+    report = step.verify(fixtures.rows(0, 16, 64))
+    assert report.ok, str(report)
+
+
+def test_inductor_would_undo_a_plan_and_is_refused() -> None:
+    with pytest.raises(sg.NotYetError, match="lowering"):
+        _deep_step("sqrt", lowering="inductor").prepare(fixtures.rows(0, 16, 64))
+
+
+# The user's own regions
+
+
+@pytest.mark.feature("CKPT-5")
+def test_own_regions_are_computed_again_under_none_and_are_hints_under_auto() -> None:
+    fixture = fixtures.drop()
+    step = sg.compile_train_step(
+        fixture.model, torch.optim.SGD(fixture.model.parameters(), lr=0.1), "none", loss_fn=fixture.loss_fn
+    )
+    graph = step.prepare(fixture.batch)
+    again = [n for n in graph.calls if n.meta.get("recomputes")]
+    regions = {n.meta["key"].name for n in graph.calls if n.meta.get("region") is not None}
+    assert again
+    assert {n.meta["recomputes"] for n in again} <= regions
+    fixture = fixtures.drop()
+    step = sg.compile_train_step(
+        fixture.model, torch.optim.SGD(fixture.model.parameters(), lr=0.1), "auto", loss_fn=fixture.loss_fn
+    )
+    assert not [n for n in step.prepare(fixture.batch).calls if n.meta.get("recomputes")]
+
+
+# Plans as files
+
+
+_MAKE = """
+import sys, torch
+import stepgraph as sg
+from torch import nn
+torch.manual_seed(0)
+layer = lambda: nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+model = nn.Sequential(*[layer() for _ in range(4)])
+step = sg.compile_train_step(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), memory_budget=int(sys.argv[1]), loss_fn=lambda m, x: m(x).sum()
+)
+step.prepare(torch.ones(64, 32))
+sys.stdout.write(step.plan.to_json())
+"""
+
+
+def test_equal_bytes_in_fresh_processes_with_another_hash_seed() -> None:
+    texts = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", _MAKE, "370000"], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert texts[0] == texts[1]
+    assert '"repeats": [\n  {' in texts[0], "the plan computes something again"
+
+
+def test_a_saved_plan_is_replayed(tmp_path: Any) -> None:
+    batch = fixtures.rows(0, 32, 64)
+    made = _deep_step("sqrt")
+    made.prepare(batch)
+    path = made.plan.save(tmp_path / "plan.json")
+    replayed = _deep_step(path)
+    torch.manual_seed(1)
+    want = made(batch)
+    torch.manual_seed(1)
+    got = replayed(batch)
+    assert replayed.plan == made.plan
+    assert str(replayed.graph) == str(made.graph)
+    assert torch.equal(want.loss, got.loss)
+    with fixtures.seeded(0):
+        other = Deep(layers=5)
+    step = sg.compile_train_step(other, torch.optim.AdamW(other.parameters()), path, loss_fn=fixtures.mean_square)
+    with pytest.raises(PlanMismatchError, match="parameters") as error:
+        step.prepare(batch)
+    assert error.value.differing == ("buffers", "parameters")
+    with pytest.raises(sg.PlanError, match="made elsewhere"):
+        _deep_step(path, 1000).prepare(batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda v: v.update(version=99), "version"),
+        (lambda v: v.update(code="import os"), "unknown fields: code"),
+        (lambda v: v["repeats"].append({"operator": 1, "before": "b", "results": []}), "1 is not of type str"),
+        (lambda v: v.update(strategy="magic"), "strategy"),
+        (lambda v: v.update(repeats=3), "list"),
+        (lambda v: v.update(budget_bytes=True), "True is not of type int"),
+    ],
+)
+def test_broken_plans_are_refused(tmp_path: Any, change: Any, told: str) -> None:
+    values = json.loads(Plan("sqrt", repeats=(Repeat("a", "b", (0,)),)).to_json())
+    change(values)
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(sg.ConfigError, match=told):
+        _deep_step(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+def test_files_that_are_no_plans(tmp_path: Any, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(sg.ConfigError, match="holds no plan"):
+        _deep_step(str(tmp_path / "plan.json"))
+    with pytest.raises(sg.ConfigError, match="cannot be read"):
+        _deep_step(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"), [(1000, 1000), ("8GiB", 8 * 2**30), ("500 MB", 500_000_000), ("1.5kb", 1500), ("7 B", 7)]
+)
+def test_budgets_are_read(given: Any, bytes_: int) -> None:
+    assert parse_bytes(given) == bytes_
