@@ -37,11 +37,12 @@ format: $(STAMP)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## step time, capture time, the runtime's own time, the update, 16-bit precision; half an hour on a quiet machine
+bench: $(STAMP)  ## step time, capture time, the runtime's own time, the update, plans against peaks, 16-bit precision; an hour on a quiet machine
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/capture_time.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/update_tail.py
+	$(BIN)/python benchmarks/recompute.py
 	$(BIN)/python benchmarks/precision.py
 
 gpu-check: $(STAMP)  ## what only a GPU can show, in at most six minutes; writes docs/gpu.md

@@ -11,7 +11,7 @@ import torch
 
 from ..device import memory_bytes
 from ..errors import ConfigError, NotYetError, PlanError
-from ..graph import StepGraph
+from ..graph import StepGraph, tensors_in
 from ..passes import PassRecord, Recompute, run_passes
 from ..planner import (
     SPECS,
@@ -24,6 +24,7 @@ from ..planner import (
     plan_step,
     simulate,
 )
+from ..torch_compat import storage_key
 
 MARGIN = 0.1  # of the device's memory, left to what is not counted: the allocator's own, the process, other programs
 _UNITS = {
@@ -121,8 +122,9 @@ def apply_plan(graph: StepGraph, plan: Plan) -> list[PassRecord]:
 
 def everything_bytes(graph: StepGraph) -> int:
     """Bytes of all storages of a step, were none ever freed."""
-    timeline = simulate(graph)
-    return int(timeline.sizes.sum()) + timeline.resident_bytes
+    tensors = (t for node in graph.graph.nodes for t in tensors_in(node.meta.get("val")))
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for size in sizes.values() if isinstance(size, int))
 
 
 def spec_of(device: torch.device) -> HardwareSpec:

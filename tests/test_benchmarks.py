@@ -118,6 +118,18 @@ def test_benchmarks_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_recompute_prints_peaks_beside_times(load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(load("harness"), "control_seconds", lambda: 1.0)
+    recompute = load("recompute")
+    results = recompute.run(1, [60], [0.5], layers=2, hidden=64, tokens=32)
+    assert results["peak_mb"]['plan="auto" at 60 MB'] <= 60
+    assert results["peak_mb"]["eager"] == pytest.approx(results["peak_mb"]['plan="none"'], rel=0.02)
+    assert "activation_memory_budget 0.5" in capsys.readouterr().out
+    recompute.draw(results, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
 @pytest.mark.feature("AMP-23")
 def test_precision_table_has_a_row_for_each_precision(load, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(load("harness"), "control_seconds", lambda: 1.0)

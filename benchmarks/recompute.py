@@ -1,0 +1,186 @@
+"""Time against peak: plans at several budgets, beside what else there is to save activation memory.
+
+A Llama-shaped model of 12 layers, hidden size 256, four sequences of 256 tokens, fused AdamW. Beside it, in the same rounds:
+eager; eager with ``torch.utils.checkpoint`` around each layer; ``torch.compile`` with ``activation_memory_budget`` and no
+compiler behind the partitioner. Peaks are the allocator's, of a whole step, above parameters and optimizer state.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import RESULTS, Measurement, measure, table, write
+from torch import Tensor, nn
+
+import stepgraph as sg
+from stepgraph.device import allocation_peak
+
+BARS = {250: 1.01, 180: 1.03, 140: 1.06, 112: 1.09, 85: 1.18}
+LEAST_MB = 72
+Call = Callable[[], Any]
+Batch = dict[str, Tensor]
+
+
+def build(layers: int = 12, hidden: int = 256, tokens: int = 256) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+    """The same weights at every call, a fused AdamW, and a batch of four sequences."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=1000,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 1000, (4, tokens))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), {"input_ids": ids, "labels": ids.clone()}
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Call:
+    """A step by hand."""
+
+    def run() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def eager(checkpoints: bool = False, **sizes: int) -> Call:
+    """Eager, with or without a checkpoint around each layer."""
+    model, optimizer, batch = build(**sizes)
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return loop(model, optimizer, batch)
+
+
+def partitioned(budget: float, **sizes: int) -> Call:
+    """``activation_memory_budget``, the operators as eager runs them."""
+    import torch._functorch.config as functorch_config
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    model, optimizer, batch = build(**sizes)
+    as_it_is = lambda module, inputs: make_boxed_func(module.forward)  # noqa: E731
+    backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=min_cut_rematerialization_partition)
+    run = loop(torch.compile(model, backend=backend), optimizer, batch)
+    with functorch_config.patch(activation_memory_budget=budget):
+        run()
+    return run
+
+
+def planned(plan: str, megabytes: float | None, **sizes: int) -> tuple[Call, sg.TrainStep]:
+    """A compiled step at a budget above parameters and optimizer state."""
+    model, optimizer, batch = build(**sizes)
+    held = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+    budget = None if megabytes is None else int(held + megabytes * 1e6)
+    step = sg.compile_train_step(model, optimizer, plan, memory_budget=budget)
+    step.prepare(batch)
+    return (lambda: step(batch)), step
+
+
+def candidates(budgets: list[float], shares: list[float], **sizes: int) -> Iterator[tuple[str, Call, float | None]]:
+    """Names, calls and predicted peaks in MB, which only plans have."""
+    yield "eager", eager(**sizes), None
+    yield "eager, checkpoint each layer", eager(checkpoints=True, **sizes), None
+    for share in shares:
+        yield f"activation_memory_budget {share:g}", partitioned(share, **sizes), None
+    for plan, megabytes in [("none", None), ("sqrt", None), *[("auto", b) for b in budgets]]:
+        call, step = planned(plan, megabytes, **sizes)
+        held = 3 * sum(p.numel() * p.element_size() for p in step.model.parameters())
+        assert step.plan.prediction is not None
+        name = f'plan="{plan}"' + ("" if megabytes is None else f" at {megabytes:g} MB")
+        yield name, call, (step.plan.prediction.peak_bytes - held) / 1e6
+
+
+def run(rounds: int, budgets: list[float], shares: list[float], **sizes: int) -> dict[str, Any]:
+    """Measures, prints the table and returns what is written."""
+    calls: dict[str, Call] = {}
+    predicted: dict[str, float | None] = {}
+    peaks: dict[str, float] = {}
+    for name, call, megabytes in candidates(budgets, shares, **sizes):
+        call()
+        call()
+        peaks[name] = allocation_peak(call, torch.device("cpu"))[1] / 1e6
+        calls[name], predicted[name] = call, megabytes
+        print(f"{name} is ready: {peaks[name]:.1f} MB", flush=True)
+    times = measure(calls, rounds=rounds)
+    rows = []
+    for name in calls:
+        bar = next((f"{b:.2f}" for megabytes, b in BARS.items() if name.endswith(f"at {megabytes:g} MB")), "")
+        told = "" if predicted[name] is None else f"{predicted[name]:.1f}"
+        rows.append(
+            [name, told, f"{peaks[name]:.1f}", f"{times.median(name) * 1e3:.0f}", str(times.ratio(name, "eager")), bar]
+        )
+    print(f"{times.discarded} rounds were disturbed")
+    print(table(["how", "predicted MB", "peak MB", "ms", "x eager", "bar"], rows))
+    for name in calls:
+        if not name.startswith("plan"):
+            print(f"{name}: {_dominance(name, peaks, times)}")
+    return {
+        "sizes": sizes,
+        **times.as_json(),
+        "peak_mb": peaks,
+        "predicted_mb": predicted,
+        "x_eager": {name: vars(times.ratio(name, "eager")) for name in calls},
+    }
+
+
+def _dominance(name: str, peaks: dict[str, float], times: Measurement) -> str:
+    """Which plan is at once lower in peak and faster than ``name``."""
+    better = [
+        p for p in peaks if p.startswith("plan") and peaks[p] <= peaks[name] and times.median(p) <= times.median(name)
+    ]
+    return f"lower and slower than {', '.join(better)}" if better else "no plan here is at once lower and faster"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Peaks against times, plans as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    seconds, peaks = results["median_seconds"], results["peak_mb"]
+    plans = sorted((peaks[n], 1e3 * seconds[n]) for n in peaks if n.startswith(('plan="auto"', 'plan="none"')))
+    axes.plot(*zip(*plans, strict=True), "o-", label="stepgraph, by budget")
+    for name, mark in (("eager", "s"), ("activation_memory_budget", "x"), ('plan="sqrt"', "^")):
+        for number, n in enumerate(n for n in peaks if n.startswith(name)):
+            axes.plot(peaks[n], 1e3 * seconds[n], mark, color=f"C{' sx^'.index(mark)}", label=None if number else name)
+            axes.annotate(n.removeprefix(name).lstrip(", "), (peaks[n], 1e3 * seconds[n]), fontsize=7)
+    axes.set(xlabel="peak above parameters and optimizer state, MB", ylabel="milliseconds a step")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--budgets", type=float, nargs="*", default=[*BARS, LEAST_MB], help="MB above parameters and state"
+    )
+    parser.add_argument(
+        "--shares", type=float, nargs="*", default=[1.0, 0.5, 0.1, 0.0], help="activation_memory_budget"
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=12)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    results = run(arguments.rounds, arguments.budgets, arguments.shares, layers=arguments.layers)
+    print(f"wrote {write('recompute', results)}")
+    draw(results, RESULTS / "recompute.png")
+
+
+if __name__ == "__main__":
+    main()
