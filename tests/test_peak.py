@@ -14,6 +14,7 @@ from . import fixtures, oracle, zoo
 from .peaks import peak_of_step
 
 STEPS = 5
+QUICK = ("gpt2", "llama", "bert", "vit", "resnet")
 FIRST_RUN = 8192  # the random state, and numbers that only a first run makes
 
 
@@ -61,7 +62,7 @@ def _check(entry: zoo.ZooModel, plans: list[tuple[str, int | None]]) -> None:
             assert sum(step.plan.prediction.by_category.values()) == predicted
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in zoo.ZOO])
 @pytest.mark.case("B30", "B31", "B33", "B55", "B56")
 @pytest.mark.feature("MEM-1", "MEM-2", "CKPT-1", "CKPT-12")
 def test_peak_is_as_predicted_and_numbers_are_those_of_eager(name: str) -> None:
