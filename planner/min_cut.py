@@ -11,7 +11,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from .outline import Outline
 
 _UNBOUNDED = 2**30
-_FINEST = 2**26  # capacities are integers: the sum of all seconds in these units
+_FINEST = 2**21  # capacities are integers: the sum of all seconds in these units
+_DEAREST = 2**25  # far more than making everything again costs, and dozens of it fit a flow of 32 bits
 
 
 def cheapest_kept(outline: Outline, price: float) -> frozenset[int]:
@@ -35,11 +36,13 @@ def cheapest_kept(outline: Outline, price: float) -> frozenset[int]:
         arcs.append((2 + i, sink, 1 + int(op.seconds * units) if op.can_repeat else _UNBOUNDED))
         arcs += [(2 + i, first_storage + s, _UNBOUNDED) for s in op.reads]
         for s in op.makes:
-            bytes_cost = 1 + min(int(price * outline.sizes[s] * units), _UNBOUNDED)
+            bytes_cost = 1 + min(int(price * outline.sizes[s] * units), _DEAREST)
             if s in candidates:
                 arcs.append((first_storage + s, 2 + i, bytes_cost))
-            elif s not in outline.outputs:
-                arcs.append((first_storage + s, sink, bytes_cost))
+            elif s not in outline.outputs and s not in outline.read_in_backward:
+                arcs.append(
+                    (first_storage + s, sink, bytes_cost)
+                )  # alive in backward only if something is made from it
     arcs += [(source, first_storage + s, _UNBOUNDED) for s in outline.read_in_backward if s in candidates]
     size = first_storage + len(outline.sizes)
     starts, ends, capacities = np.array(arcs, dtype=np.int32).reshape(-1, 3).T

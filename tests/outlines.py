@@ -39,7 +39,12 @@ def random_outline(seed: int, operators: int = 6, *, largest: int = 8) -> Outlin
                 reads.add(storage)
         gradient = add(f"b{i}", reads, draw.randint(1, 3), can_repeat=False)
     return Outline(
-        tuple(ops), tuple(sizes), operators, 2 * operators, frozenset({len(sizes) - 1}), ("activations",) * len(sizes)
+        tuple(ops),
+        tuple(sizes),
+        operators,
+        2 * operators,
+        frozenset({len(sizes) - 1}),
+        categories=("activations",) * len(sizes),
     )
 
 
@@ -69,7 +74,9 @@ def chain(length: int, *, inner: int = 3, size: int = 4, inner_size: int = 4) ->
         for k, storage in reversed(list(enumerate(made))):
             gradient = add(f"block{b}.grad{k}", (gradient, storage), inner_size, 101 + k, can_repeat=False)
         gradient = add(f"block{b}.grad", (gradient, entering), size, 100 + inner + 1, can_repeat=False)
-    return Outline(tuple(ops), tuple(sizes), forward, len(ops), frozenset({gradient}), ("activations",) * len(sizes))
+    return Outline(
+        tuple(ops), tuple(sizes), forward, len(ops), frozenset({gradient}), categories=("activations",) * len(sizes)
+    )
 
 
 def least_seconds(outline: Outline, budget: int) -> float | None:
