@@ -36,6 +36,7 @@ from .storage import is_view as is_view
 from .storage import layout_of as layout_of
 from .storage import likeness_of as likeness_of
 from .storage import storage_bytes as storage_bytes
+from .storage import storage_sizes as storage_sizes
 from .storage import storages_of as storages_of
 from .storage import tensors_in as tensors_in
 from .text import format_graph as format_graph

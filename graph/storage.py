@@ -58,13 +58,15 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), strides, tensor.dtype, tensor.device
 
 
+def storage_sizes(node: fx.Node) -> dict[int, int]:
+    """Bytes of each storage behind the node's value, by key; 0 where a size is symbolic."""
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(node.meta.get("val"))}
+    return {key: size if isinstance(size, int) else 0 for key, size in sizes.items()}
+
+
 def storage_bytes(node: fx.Node) -> int:
     """Bytes of the storages behind the node's value; 0 where a size is symbolic."""
-    total = 0
-    for tensor in {storage_key(t): t for t in tensors_in(node.meta.get("val"))}.values():
-        size = tensor.untyped_storage().nbytes()
-        total += size if isinstance(size, int) else 0
-    return total
+    return sum(storage_sizes(node).values())
 
 
 def likeness_of(node: fx.Node) -> Hashable:

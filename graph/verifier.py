@@ -127,7 +127,7 @@ def phases_in_order(graph: StepGraph) -> Iterator[str]:
 def captured_effects_happen_once(graph: StepGraph) -> Iterator[str]:
     """A captured random draw, write or index choice is there once; draws and writes keep their order."""
     captured = [n for n in graph.calls if n.meta["phase"] is not Phase.UPDATE]
-    once = [n for n in captured if n.meta["trace_index"] is not None and (picks_indices(n) or not effects_of(n).pure)]
+    once = {n for n in captured if n.meta["trace_index"] is not None and (picks_indices(n) or not effects_of(n).pure)}
     counts = Counter(n.meta["trace_index"] for n in once)
     for missing in sorted(graph.effectful.keys() - counts.keys()):
         yield f"{graph.effectful[missing]} draws, writes or checks in the captured program and is gone"
@@ -138,7 +138,7 @@ def captured_effects_happen_once(graph: StepGraph) -> Iterator[str]:
             if effects.random:
                 yield f"{name_of(node)} draws random numbers that the model did not ask for"
             continue
-        if counts[index] > 1 and (picks_indices(node) or not effects.pure):
+        if node in once and counts[index] > 1:
             yield f"{name_of(node)} would run {counts[index]} times, but it draws, writes or picks indices"
         if effects.random or effects.writes or effects.opaque:
             if index < last:

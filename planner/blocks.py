@@ -15,9 +15,7 @@ import numpy as np
 from .outline import Operator, Outline
 
 LONGEST_BLOCK = 60  # operators of forward; longer stretches are cut where it is narrow
-WIDEST_CUT = (
-    0.5  # bytes that cross a cut, of those that a piece keeps for backward; wider ones part what belongs together
-)
+WIDEST_CUT = 0.5  # share of what a piece keeps for backward that may cross a cut
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def part_of(outline: Outline, block: Block, shared: frozenset[int]) -> Part:
     leaving = frozenset(
         numbers[s] for i in block.forward for s in outline.operators[i].makes if s in elsewhere and s not in shared
     )
-    part = Outline(tuple(operators), sizes, forward, len(operators), outputs, leaving)
+    part = Outline(tuple(operators), sizes, forward=forward, backward=len(operators), outputs=outputs, pinned=leaving)
     key = tuple([(op.likeness, op.seconds, op.reads, op.makes, op.workspace, op.can_repeat) for op in operators])
     signature = (key, sizes, forward, outputs, leaving)
     return Part(part, tuple(origin), storages, frozenset(numbers[s] for s in entering), leaving, signature)

@@ -6,8 +6,8 @@ import heapq
 import itertools
 from typing import NamedTuple
 
-from .outline import Outline
-from .schedule import Run, Schedule
+from .outline import Outline, Run
+from .schedule import Schedule
 
 MOST_STORAGES = 8
 MOST_OPERATORS = 40

@@ -22,10 +22,9 @@ from ..graph import (
     StepGraph,
     last_uses,
     name_of,
+    storage_sizes,
     storages_of,
-    tensors_in,
 )
-from ..torch_compat import storage_key
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
@@ -162,7 +161,7 @@ def simulate(graph: StepGraph, workspace_bytes: Callable[[fx.Node], int] = lambd
     """
     calls = graph.calls
     given = {key for node in graph.placeholders for key in storages_of(node)}
-    sizes = {storage_key(t): _size(t.untyped_storage().nbytes()) for n in calls for t in tensors_in(n.meta.get("val"))}
+    sizes = {key: size for node in calls for key, size in storage_sizes(node).items()}
     held = [[key for key in dict.fromkeys(storages_of(n)) if key not in given] for n in calls]
     found = intervals(held, _last_positions(graph))
     makers = [calls[birth] for birth, _ in found.values()]
@@ -190,16 +189,11 @@ def resident_bytes(graph: StepGraph) -> dict[str, int]:
     counted: set[int] = set()
     totals: Counter[str] = Counter()
     for node, spec in zip(graph.placeholders, graph.inputs, strict=True):
-        category = _OF_ROLE.get(spec.role)
-        for tensor in tensors_in(node.meta.get("val")):
-            if category is not None and (key := storage_key(tensor)) not in counted:
-                counted.add(key)
-                totals[category] += _size(tensor.untyped_storage().nbytes())
+        if (category := _OF_ROLE.get(spec.role)) is not None:
+            sizes = storage_sizes(node)
+            totals[category] += sum(size for key, size in sizes.items() if key not in counted)
+            counted |= sizes.keys()
     return {c: totals[c] for c in CATEGORIES if totals[c]}
-
-
-def _size(size: object) -> int:
-    return size if isinstance(size, int) else 0
 
 
 def _last_positions(graph: StepGraph) -> list[int]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
@@ -26,11 +27,12 @@ from ..graph import (
     name_of,
     nodes_in,
     picks_indices,
+    storage_sizes,
     storages_of,
     tensors_in,
     written_nodes,
 )
-from ..torch_compat import has_symbolic_shape, storage_key
+from ..torch_compat import has_symbolic_shape
 from .memory import CATEGORIES, STATE, category_of, gradient_storages, resident_bytes
 
 
@@ -55,6 +57,24 @@ class Operator:
     workspace: int = 0
     can_repeat: bool = True
     likeness: int = 0
+
+
+class Run(NamedTuple):
+    """One run of an operator.
+
+    Attributes:
+        operator: by number.
+        is_repeat: whether it ran before.
+        reads: the copies of storages that it reads, by number.
+        makes: the copies that it allocates.
+        results: positions in ``makes`` of the copies that what follows reads.
+    """
+
+    operator: int
+    is_repeat: bool
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    results: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -110,6 +130,21 @@ class Outline:
         made = {s for op in self.operators[: self.forward] for s in op.makes}
         return frozenset(made.difference(self.candidates))
 
+    @cached_property
+    def forward_runs(self) -> tuple[tuple[Run, ...], tuple[int, ...], tuple[int, ...]]:
+        """The runs of forward, which no plan changes; the storage of each copy made; the copy of each storage, -1 for none."""
+        runs: list[Run] = []
+        storages: list[int] = []
+        current = [-1] * len(self.sizes)
+        for number, operator in enumerate(self.operators[: self.forward]):
+            reads = tuple(current[s] for s in operator.reads)
+            makes = tuple(range(len(storages), len(storages) + len(operator.makes)))
+            storages.extend(operator.makes)
+            for storage, copy in zip(operator.makes, makes, strict=True):
+                current[storage] = copy
+            runs.append(Run(number, False, reads, makes, tuple(range(len(makes)))))
+        return tuple(runs), tuple(storages), tuple(current)
+
     @property
     def seconds(self) -> float:
         """Time of every operator once."""
@@ -137,12 +172,10 @@ def outline_of(
     for node in graph.calls:
         if is_view(node):
             continue
-        tensors = {storage_key(t): t for t in tensors_in(node.meta["val"])}
-        made = allocated[node]
+        made, own_sizes = allocated[node], storage_sizes(node)
         for key in made:
             numbers[key] = len(sizes)
-            size = tensors[key].untyped_storage().nbytes()
-            sizes.append(size if isinstance(size, int) else 0)
+            sizes.append(own_sizes[key])
             categories.append(category_of(node, key in gradients))
         read = {key for operand in node.all_input_nodes for key in storages_of(operand)}
         operators.append(

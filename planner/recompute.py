@@ -47,12 +47,10 @@ class Relaxed:
     """The linear program at one budget.
 
     Attributes:
-        extra_seconds: a bound for every plan that is made of the options.
         price: of memory, in seconds per byte at the peak.
         shares: for each block, how much of each option.
     """
 
-    extra_seconds: float
     price: float
     shares: list[np.ndarray]
 
@@ -109,14 +107,14 @@ class RecomputeProblem:
         return schedule(self.outline, Choice(frozenset(kept), frozenset(renewed)))
 
     @cached_property
-    def everything_kept(self) -> Schedule:
-        """The step without recomputing."""
-        return schedule(self.outline, Choice(self.outline.always_kept.union(self.outline.candidates)))
+    def _fastest(self) -> Schedule:
+        """The step with the first option of each block."""
+        return self.schedule((0,) * len(self.blocks))
 
     @cached_property
     def _fixed(self) -> np.ndarray:
         """Bytes alive at the peak of each block's forward and of its backward that no option changes; shape (blocks, 2)."""
-        whole = self.schedule((0,) * len(self.blocks))
+        whole = self._fastest
         numbers = np.array([run.operator for run in whole.runs])
         fixed = np.zeros((len(self.blocks), 2), dtype=np.int64)
         earlier = 0
@@ -130,10 +128,8 @@ class RecomputeProblem:
     @cached_property
     def _floor(self) -> int:
         """The peak after backward, which no option changes."""
-        whole = self.schedule((0,) * len(self.blocks))
-        after = [
-            live for run, live in zip(whole.runs, whole.live, strict=True) if run.operator >= self.outline.backward
-        ]
+        runs, live = self._fastest.runs, self._fastest.live
+        after = [bytes_ for run, bytes_ in zip(runs, live, strict=True) if run.operator >= self.outline.backward]
         return int(max(after, default=0)) + self.outline.given_bytes
 
     def _rows(self, options: tuple[int, ...]) -> np.ndarray:
@@ -149,7 +145,9 @@ class RecomputeProblem:
         return Pick(max(int(self._rows(options).max(initial=0)), self._floor), seconds, options)
 
     def relaxed(self, budget_bytes: float) -> Relaxed | None:
-        """The linear program at a budget; None where it has no solution."""
+        """The linear program at a budget; None where it has no solution, and for small steps, which are solved otherwise."""
+        if self._exact:
+            return None
         count = len(self.blocks)
         widths = [len(options) for options in self.options]
         starts = np.concatenate(([0], np.cumsum(widths)))
@@ -175,14 +173,17 @@ class RecomputeProblem:
             return None
         price = -float(solved.ineqlin.marginals.sum()) * clock / unit
         shares = [solved.x[starts[j] : starts[j + 1]] for j in range(count)]
-        return Relaxed(float(solved.fun) * clock, max(price, 0.0), shares)
+        return Relaxed(max(price, 0.0), shares)
+
+    def _smallest(self, shares: list[np.ndarray]) -> list[int]:
+        """For each block, of the options that have a share the one that takes least."""
+        sizes = [kept + peaks.max(axis=1) for kept, peaks in zip(self._kept, self._peaks, strict=True)]
+        supports = [np.flatnonzero(share > 1e-6) for share in shares]
+        return [int(support[size[support].argmin()]) for support, size in zip(supports, sizes, strict=True)]
 
     def _rounded(self, shares: list[np.ndarray], budget_bytes: float) -> tuple[int, ...]:
         """Whole options: of those that have a share the one that takes least, then the fastest that still fit."""
-        picked = []
-        for j, share in enumerate(shares):
-            support = np.flatnonzero(share > 1e-6)
-            picked.append(int(min(support, key=lambda o: (self._kept[j][o] + self._peaks[j][o].max(), o))))
+        picked = self._smallest(shares)
         while True:
             best: tuple[float, int, int] | None = None
             rows = self._rows(tuple(picked))
@@ -210,7 +211,6 @@ class RecomputeProblem:
             return [Pick(order.peak_bytes, order.seconds - plain, (i,)) for i, order in enumerate(self._exact)]
         most = self._pick((0,) * len(self.blocks))
         least = self._pick(self._least())
-        found = {most, least}
         steps = np.linspace(0, 1, GRID)[1:-1] ** 2  # finer where memory is short
         grid = least.peak_bytes + steps * (most.peak_bytes - least.peak_bytes)
         corners = [least]
@@ -219,9 +219,9 @@ class RecomputeProblem:
             if relaxed is not None:
                 corners.append(self._pick(self._rounded(relaxed.shares, float(budget))))
         corners.append(most)
+        found = set(corners)
         for lower, upper in zip(corners, corners[1:], strict=False):
             found.update(self._between(lower, upper))
-        found.update(corners)
         ordered: list[Pick] = []
         for pick in sorted(found, key=lambda p: (p.peak_bytes, p.extra_seconds, p.options)):
             if not ordered or pick.extra_seconds < ordered[-1].extra_seconds:
@@ -251,11 +251,7 @@ class RecomputeProblem:
             else:
                 best, high = relaxed, middle
         assert best is not None
-        smallest = []
-        for j, share in enumerate(best.shares):
-            support = np.flatnonzero(share > 1e-6)
-            smallest.append(int(min(support, key=lambda o: (self._kept[j][o] + self._peaks[j][o].max(), o))))
-        return tuple(smallest)
+        return tuple(self._smallest(best.shares))
 
     def bound_seconds(self, budget_bytes: int) -> float:
         """Least recomputing that any plan at all needs within a budget, whatever its options.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .memory import CATEGORIES, RECOMPUTED, WORKSPACE, live_bytes
-from .outline import Outline
+from .memory import RECOMPUTED, MemoryTimeline, live_bytes
+from .outline import Outline, Run
 from .plan import Repeat
 
 
@@ -41,24 +40,6 @@ class Choice:
 
     kept: frozenset[int]
     renewed: frozenset[Use] = frozenset()
-
-
-class Run(NamedTuple):
-    """One run of an operator.
-
-    Attributes:
-        operator: by number.
-        is_repeat: whether it ran before.
-        reads: the copies of storages that it reads, by number.
-        makes: the copies that it allocates.
-        results: positions in ``makes`` of the copies that what follows reads.
-    """
-
-    operator: int
-    is_repeat: bool
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    results: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -91,26 +72,37 @@ class Schedule:
                     deaths[copy] = position
         return births, deaths
 
+    @property
+    def _sizes(self) -> np.ndarray:
+        return np.array([self.outline.sizes[s] for s in self.storages], dtype=np.int64)
+
+    @property
+    def _workspace(self) -> np.ndarray:
+        return np.array([self.outline.operators[run.operator].workspace for run in self.runs], dtype=np.int64)
+
     @cached_property
     def live(self) -> np.ndarray:
         """Bytes alive during each run, without the step's inputs; int64."""
-        outline, (births, deaths) = self.outline, self._spans
-        sizes = np.array(outline.sizes, dtype=np.int64)[list(self.storages)]
-        workspace = np.array([outline.operators[run.operator].workspace for run in self.runs], dtype=np.int64)
-        return live_bytes(births, deaths, sizes, len(self.runs)) + workspace
+        births, deaths = self._spans
+        live: np.ndarray = live_bytes(births, deaths, self._sizes, len(self.runs)) + self._workspace
+        return live
 
-    def peak_by_category(self) -> dict[str, int]:
-        """What is alive at the peak, by category; adds up to ``peak_bytes``."""
+    def timeline(self) -> MemoryTimeline:
+        """The same as the simulator has it of a graph; of whole steps, since parts have no categories."""
         outline, (births, deaths) = self.outline, self._spans
-        totals = Counter(outline.given)
-        if self.runs:
-            position = int(self.live.argmax())
-            for copy in np.flatnonzero((births <= position) & (position <= deaths)):
-                storage = self.storages[copy]
-                again = self.runs[births[copy]].is_repeat
-                totals[RECOMPUTED if again else outline.categories[storage]] += outline.sizes[storage]
-            totals[WORKSPACE] += outline.operators[self.runs[position].operator].workspace
-        return {c: totals[c] for c in CATEGORIES if totals[c]}
+        makers = [self.runs[birth] for birth in births]
+        return MemoryTimeline(
+            births,
+            deaths,
+            self._sizes,
+            tuple(
+                RECOMPUTED if m.is_repeat else outline.categories[s] for m, s in zip(makers, self.storages, strict=True)
+            ),
+            tuple(outline.operators[maker.operator].name for maker in makers),
+            self._workspace,
+            tuple(outline.operators[run.operator].name for run in self.runs),
+            outline.given,
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -136,10 +128,16 @@ class Schedule:
         return tuple(repeats)
 
 
+def everything_kept(outline: Outline) -> Schedule:
+    """The step without running anything again."""
+    return schedule(outline, Choice(outline.always_kept.union(outline.candidates)))
+
+
 def schedule(outline: Outline, choice: Choice) -> Schedule:
     """The order of execution under ``choice``: what a run needs and is not there is made right before it, in order of need."""
     operators, makers, renewed = outline.operators, outline.makers, choice.renewed
-    runs, storages, current = _forward(outline)
+    of_forward = outline.forward_runs
+    runs, storages, current = list(of_forward[0]), list(of_forward[1]), list(of_forward[2])
     for storage in outline.candidates:
         if storage not in choice.kept:
             current[storage] = -1
@@ -184,22 +182,3 @@ def schedule(outline: Outline, choice: Choice) -> Schedule:
             provide(number)
         run(number, False)
     return Schedule(outline, tuple(runs), tuple(storages))
-
-
-def _forward(outline: Outline) -> tuple[list[Run], list[int], list[int]]:
-    """The runs of forward, which no choice changes, the storages they make, and the copy that is current of each storage."""
-    remembered = outline.__dict__.get("forward_runs")
-    if remembered is None:
-        runs: list[Run] = []
-        storages: list[int] = []
-        current = [-1] * len(outline.sizes)
-        for number, operator in enumerate(outline.operators[: outline.forward]):
-            reads = tuple([current[s] for s in operator.reads])
-            makes = tuple(range(len(storages), len(storages) + len(operator.makes)))
-            storages.extend(operator.makes)
-            for storage, copy in zip(operator.makes, makes, strict=True):
-                current[storage] = copy
-            runs.append(Run(number, False, reads, makes, tuple(range(len(makes)))))
-        remembered = outline.__dict__["forward_runs"] = (runs, storages, current)
-    runs, storages, current = remembered
-    return runs.copy(), storages.copy(), current.copy()

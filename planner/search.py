@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import fx
@@ -17,7 +17,7 @@ from .hardware import HardwareSpec
 from .outline import Outline, outline_of
 from .plan import Decision, Plan, Prediction
 from .recompute import RecomputeProblem
-from .schedule import Choice, Schedule, schedule
+from .schedule import Choice, Schedule, everything_kept, schedule
 
 SHORTEST_FRONTIER = 40  # plans told beside the one that was taken, at most
 
@@ -51,12 +51,12 @@ def plan_step(
         return _told(plan, as_asked(graph, outline), budget_bytes)
     if strategy == "sqrt":
         return _told(plan, uniform(outline), budget_bytes)
-    unplanned = schedule(outline, Choice(outline.always_kept.union(outline.candidates)))
+    unplanned = everything_kept(outline)
     if budget_bytes is None or unplanned.peak_bytes <= budget_bytes:
         return _told(plan, unplanned, None)
     problem = RecomputeProblem(outline)
     chosen = fastest_within(problem, budget_bytes)
-    relaxed = problem.relaxed(budget_bytes) if problem.options[0] else None
+    relaxed = problem.relaxed(budget_bytes)
     bound = outline.seconds + problem.bound_seconds(budget_bytes)
     points = problem.frontier[:: math.ceil(len(problem.frontier) / SHORTEST_FRONTIER)]
     plan = replace(
@@ -120,8 +120,8 @@ def uniform(outline: Outline, segment: int | None = None) -> Schedule:
     shared = shared_storages(outline, blocks)
     kept = set(outline.always_kept | shared)
     for number, block in enumerate(blocks):
-        part = part_of(outline, block, shared)
         if number % length == 0:
+            part = part_of(outline, block, shared)
             kept.update(part.storages[s] for s in part.entering)
         if number >= (len(blocks) - 1) // length * length:
             kept.update(s for i in block.forward for s in outline.operators[i].makes)
@@ -135,19 +135,17 @@ def _told(plan: Plan, chosen: Schedule, budget_bytes: int | None) -> Plan:
             'plan="auto" may keep to less.',
             chosen.peak_bytes,
         )
-    outline = chosen.outline
-    peak = int(chosen.live.argmax()) if len(chosen.runs) else 0
-    at = outline.operators[chosen.runs[peak].operator].name if chosen.runs else ""
+    peak = chosen.timeline().peak()
     return replace(
         plan,
         repeats=chosen.repeats(),
         decisions=_decisions(chosen),
         prediction=Prediction(
-            chosen.peak_bytes,
-            at,
-            chosen.peak_by_category(),
+            peak.peak_bytes,
+            peak.at,
+            peak.by_category,
             _rounded(chosen.seconds),
-            _rounded(chosen.seconds - outline.seconds),
+            _rounded(chosen.seconds - chosen.outline.seconds),
         ),
     )
 
@@ -194,12 +192,3 @@ def _infeasible(budget_bytes: int, least_bytes: int) -> str:
 def _rounded(value: float) -> float:
     """To nine digits: what is left after them depends on the machine."""
     return float(f"{value:.9g}")
-
-
-def describe(plan: Plan) -> Mapping[str, int]:
-    """How many results are kept and how many computed again."""
-    return {
-        "kept": sum(d.keeps for d in plan.decisions),
-        "recomputed": sum(not d.keeps for d in plan.decisions),
-        "repeats": len(plan.repeats),
-    }

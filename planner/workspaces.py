@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from ..device import allocation_peak, autocast_off
-from ..graph import CAPTURED_PHASES, StepGraph, effects_of, is_view, likeness_of, storages_of, tensors_in
-from ..torch_compat import grad_mode_below_autograd, has_symbolic_shape, storage_key
+from ..graph import CAPTURED_PHASES, StepGraph, effects_of, is_view, likeness_of, storage_sizes, storages_of, tensors_in
+from ..torch_compat import grad_mode_below_autograd, has_symbolic_shape
 
 _MEASURED: dict[Hashable, int] = {}
 
@@ -53,8 +53,7 @@ def _measure(node: fx.Node) -> int:
     scratch = {operand: _zeros(operand.meta["val"]) for operand in node.all_input_nodes}
     args, kwargs = fx.map_arg((node.args, node.kwargs), scratch.__getitem__)
     given = {key for operand in node.all_input_nodes for key in storages_of(operand)}
-    tensors = {storage_key(t): t for t in tensors_in(node.meta["val"])}
-    made = sum(t.untyped_storage().nbytes() for key, t in tensors.items() if key not in given)
+    made = sum(size for key, size in storage_sizes(node).items() if key not in given)
     device = next((t.device for t in scratch.values()), None)
     if device is None:
         return 0

@@ -212,10 +212,12 @@ class CompiledBatch:
                 spares=options.spare_backward,
             )
             records = run_passes(graph, passes)
-            if self.plan is None and has_backward:
-                self.plan = options.planning.plan(graph, self._optimizer, self._device)
-            if self.plan is not None and has_backward:
-                records += apply_plan(graph, self.plan)
+            if has_backward:
+                plan = self.plan or options.planning.plan(graph, self._optimizer, self._device)
+                records += apply_plan(graph, plan, uses_inductor=options.uses_inductor)
+                if self.plan is None:
+                    options.planning.check(graph)
+                    self.plan = plan
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
         trained: dict[str, Tensor] = {key: self._params[key] for key in keys}
         program = graph
@@ -267,7 +269,7 @@ class CompiledBatch:
             if self.plan is None and not planning.decides_nothing(graph, self._device):
                 self.variant(self.last_part)  # a plan is for the whole step
             if self.plan is not None:
-                records += apply_plan(graph, self.plan)
+                records += apply_plan(graph, self.plan, uses_inductor=self._options.uses_inductor)
         program = lowered(graph, self._regions, compiles_update=False) if self._options.uses_inductor else graph
         return Program(graph, records, Binding(graph, self._tensors, self._optimizer, self.state), Executor(program))
 

@@ -106,7 +106,7 @@ def checked_options(
         accumulate=accumulate,
         is_fast=numerics == "fast",
         uses_inductor=uses_inductor,
-        planning=planning_of(plan, memory_budget, uses_inductor=uses_inductor),
+        planning=planning_of(plan, memory_budget),
     )
 
 

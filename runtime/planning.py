@@ -11,7 +11,7 @@ import torch
 
 from ..device import memory_bytes
 from ..errors import ConfigError, NotYetError, PlanError
-from ..graph import StepGraph, tensors_in
+from ..graph import StepGraph, storage_sizes
 from ..passes import PassRecord, Recompute, run_passes
 from ..planner import (
     SPECS,
@@ -24,7 +24,6 @@ from ..planner import (
     plan_step,
     simulate,
 )
-from ..torch_compat import storage_key
 
 MARGIN = 0.1  # of the device's memory, left to what is not counted: the allocator's own, the process, other programs
 _UNITS = {
@@ -49,13 +48,11 @@ class Planning:
         given: a plan to replay, or None.
         strategy: otherwise, how to make one.
         budget_bytes: that was asked for; None is the device's memory less :data:`MARGIN`, where the strategy is ``"auto"``.
-        uses_inductor: whether forward and backward are compiled as one.
     """
 
     given: Plan | None = None
     strategy: str = "none"
     budget_bytes: int | None = None
-    uses_inductor: bool = False
 
     def plan(self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device) -> Plan:
         """The plan for a rewritten step graph on ``device``; without figures where there is nothing to decide.
@@ -66,17 +63,10 @@ class Planning:
         """
         if self.given is not None:
             self.given.check(fingerprint_of(graph, type(optimizer).__name__))
-            plan = self._within_budget(self.given, graph)
-        elif self.decides_nothing(graph, device):
+            return self.given
+        if self.decides_nothing(graph, device):
             return Plan(self.strategy)
-        else:
-            plan = self.made(graph, optimizer, device)
-        if plan.repeats and self.uses_inductor:
-            raise NotYetError(
-                'recomputing with lowering="inductor" is not implemented yet: the compiler would undo the plan. Use '
-                'lowering="eager", or plan="none" without a memory_budget.'
-            )
-        return plan
+        return self.made(graph, optimizer, device)
 
     def made(self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device) -> Plan:
         """The plan with all its figures."""
@@ -101,30 +91,39 @@ class Planning:
             return not graph.regions
         return self.strategy == "auto" and budget is not None and everything_bytes(graph) <= budget
 
-    def _within_budget(self, plan: Plan, graph: StepGraph) -> Plan:
-        copied = graph.copy()
-        apply_plan(copied, plan)
-        peak = simulate(copied, measured_workspaces(copied)).peak().peak_bytes
-        budget = self.budget_bytes if self.budget_bytes is not None else plan.budget_bytes
+    def check(self, graph: StepGraph) -> None:
+        """Raises :class:`PlanError` where a graph that a given plan was applied to does not keep to the budget here."""
+        if self.given is None:
+            return
+        budget = self.budget_bytes if self.budget_bytes is not None else self.given.budget_bytes
+        peak = simulate(graph, measured_workspaces(graph)).peak().peak_bytes if budget is not None else 0
         if budget is not None and peak > budget:
             raise PlanError(
                 f"the plan, made elsewhere, needs {peak:,} bytes here, and the budget is {budget:,}. Plan again, with "
                 'plan="auto".',
                 peak,
             )
-        return plan
 
 
-def apply_plan(graph: StepGraph, plan: Plan) -> list[PassRecord]:
-    """Rewrites a graph of the step as the plan says."""
-    return run_passes(graph, [Recompute(plan)]) if plan.repeats else []
+def apply_plan(graph: StepGraph, plan: Plan, *, uses_inductor: bool) -> list[PassRecord]:
+    """Rewrites a graph of the step as the plan says.
+
+    Raises:
+        NotYetError: it recomputes, and forward and backward are compiled as one.
+    """
+    if not plan.repeats:
+        return []
+    if uses_inductor:
+        raise NotYetError(
+            'recomputing with lowering="inductor" is not implemented yet: the compiler would undo the plan. Use '
+            'lowering="eager", or plan="none" without a memory_budget.'
+        )
+    return run_passes(graph, [Recompute(plan)])
 
 
 def everything_bytes(graph: StepGraph) -> int:
     """Bytes of all storages of a step, were none ever freed."""
-    tensors = (t for node in graph.graph.nodes for t in tensors_in(node.meta.get("val")))
-    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(size for size in sizes.values() if isinstance(size, int))
+    return sum({key: size for node in graph.graph.nodes for key, size in storage_sizes(node).items()}.values())
 
 
 def spec_of(device: torch.device) -> HardwareSpec:
@@ -135,7 +134,7 @@ def spec_of(device: torch.device) -> HardwareSpec:
     return next((spec for key, spec in SPECS.items() if key in name), SPECS["a100"])
 
 
-def planning_of(plan: Any, memory_budget: Any, *, uses_inductor: bool) -> Planning:
+def planning_of(plan: Any, memory_budget: Any) -> Planning:
     """From the arguments ``plan`` and ``memory_budget`` of a step.
 
     Raises:
@@ -144,11 +143,11 @@ def planning_of(plan: Any, memory_budget: Any, *, uses_inductor: bool) -> Planni
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     if isinstance(plan, Plan):
-        return Planning(plan, plan.strategy, budget, uses_inductor)
+        return Planning(plan, plan.strategy, budget)
     if not isinstance(plan, (str, PathLike)):
         raise ConfigError(f"plan must be a name, a path or a Plan, got {type(plan).__name__}")
     if plan in STRATEGIES:
-        return Planning(None, str(plan), budget, uses_inductor)
+        return Planning(None, str(plan), budget)
     if plan in _TO_COME:
         raise NotYetError(
             f"plan={plan!r} is not implemented yet; plans are {', '.join(map(repr, STRATEGIES))}, or a saved one."
@@ -158,7 +157,7 @@ def planning_of(plan: Any, memory_budget: Any, *, uses_inductor: bool) -> Planni
             f"plan must be one of {', '.join(map(repr, STRATEGIES))}, the path of a saved plan or a Plan, got {plan!r}"
         )
     loaded = load_plan(plan)
-    return Planning(loaded, loaded.strategy, budget, uses_inductor)
+    return Planning(loaded, loaded.strategy, budget)
 
 
 def parse_bytes(value: Any) -> int:

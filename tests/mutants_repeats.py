@@ -58,7 +58,7 @@ def in_the_norm(graph: StepGraph) -> str:
 @mutant(RULE, model="DROP", form="recomputed")
 def of_a_draw(graph: StepGraph) -> str:
     draw = call(graph, "bernoulli_", Phase.FORWARD)
-    again = _repeat(graph, next(n for n in graph.calls if n.meta.get("recomputes")).meta["key"].family)
+    again = next(n for n in graph.calls if n.meta.get("recomputes"))
     with graph.graph.inserting_before(again):
         twice = graph.graph.node_copy(draw, lambda operand: operand)
     graph.assign_key(twice, draw.meta["key"].module, "bernoulli_", Phase.BACKWARD)

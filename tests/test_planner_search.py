@@ -15,7 +15,7 @@ from stepgraph.planner.memory import live_bytes
 from stepgraph.planner.min_cut import cheapest_kept, convex_frontier
 from stepgraph.planner.outline import Outline
 from stepgraph.planner.recompute import RecomputeProblem
-from stepgraph.planner.schedule import Choice, Use, schedule
+from stepgraph.planner.schedule import Choice, Use, everything_kept, schedule
 from stepgraph.planner.search import fastest_within, uniform
 
 from .outlines import chain, least_seconds, random_outline
@@ -63,7 +63,7 @@ def test_schedules_read_what_is_there_and_count_what_is_alive(seed: int, size: i
 def test_budgets_are_kept_used_and_monotone(seed: int, size: int) -> None:
     outline = random_outline(seed, size)
     problem = RecomputeProblem(outline)
-    most = problem.everything_kept.peak_bytes
+    most = everything_kept(outline).peak_bytes
     least = problem.frontier[0].peak_bytes
     for budget in range(1, least):
         with pytest.raises(PlanError) as error:
@@ -176,7 +176,7 @@ def test_blocks_of_a_chain_are_found_and_alike() -> None:
 def test_uniform_checkpoints_are_root_l_apart() -> None:
     outline = chain(48, inner=4)
     assert len(find_blocks(outline)) == pytest.approx(48, abs=2)
-    plain = schedule(outline, Choice(outline.always_kept.union(outline.candidates)))
+    plain = everything_kept(outline)
     taken = uniform(outline)
     assert taken.peak_bytes == uniform(outline, 7).peak_bytes
     assert taken.peak_bytes < 0.45 * plain.peak_bytes
