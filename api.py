@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from os import PathLike
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import LossCall, check_model, check_optimizer, flatten_batch, tensors_of, warn_user
-from .device import allocation_peak, read_later, reads_are_cheap
+from .device import read_later, reads_are_cheap
 from .errors import ConfigError, NotYetAttributeError, NotYetError
 from .graph import OutputRole, StepGraph
 from .planner import Plan
@@ -51,7 +50,7 @@ from .runtime import (
     describe_nonfinite,
     describe_plan,
     first_nonfinite,
-    measurement_of,
+    measured,
     read,
     refuse_16_bit_parameters,
     register_clipping,
@@ -488,14 +487,10 @@ class TrainStep:
         """Runs one step, as a call does, and measures its time and its peak, which :meth:`report` holds against the plan's.
 
         The peak is the allocator's: on the CPU what this thread's operators asked for, on CUDA what was allocated. The time
-        includes what measuring costs, about a microsecond an operator.
+        includes what measuring costs, a few microseconds an operator.
         """
         self.prepare(batch)
-        start = time.perf_counter()
-        result: StepResult
-        result, allocated_bytes = allocation_peak(lambda: self(batch, weight), self._device)
-        seconds = time.perf_counter() - start
-        self._measured = measurement_of(self._latest()[1].graph, allocated_bytes, seconds)
+        result, self._measured = measured(lambda: self(batch, weight), lambda: self._latest()[1], self._device)
         return result
 
     def find_nonfinite(self, batch: Any) -> NonfiniteReport:

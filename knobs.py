@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from .errors import ConfigError
 
@@ -10,6 +11,10 @@ KNOBS: dict[str, str] = {
     "STEPGRAPH_VERIFY": "0: never verify graphs; 1 (default): every rule after every pass; 2: also re-derive all metadata",
     "STEPGRAPH_DUMP": "folder for the graph's text form before and after each pass, in a subfolder for each rewrite",
     "STEPGRAPH_DISABLE": "names of optional passes to leave out, separated by commas",
+    "STEPGRAPH_KEEP_HEAP": "0: leave the C library's allocator as it is; 1 (default): what a step on the CPU frees stays with "
+    "the process for the next step, where the C library is glibc",
+    "STEPGRAPH_CACHE": "folder for what `stepgraph calibrate` measured; by default stepgraph in the user's cache folder",
+    "XDG_CACHE_HOME": "the user's cache folder, where it is not ~/.cache",
     "RANK": "rank of this process, as launchers set it: step logs tell it, and rank 0 writes files",
 }
 
@@ -30,6 +35,20 @@ def dump_folder() -> str | None:
 def disabled_passes() -> tuple[str, ...]:
     """``STEPGRAPH_DISABLE``."""
     return tuple(name.strip() for name in os.environ.get("STEPGRAPH_DISABLE", "").split(",") if name.strip())
+
+
+def keeps_heap() -> bool:
+    """``STEPGRAPH_KEEP_HEAP``."""
+    text = os.environ.get("STEPGRAPH_KEEP_HEAP", "1")
+    if text not in ("0", "1"):
+        raise ConfigError(f"STEPGRAPH_KEEP_HEAP must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def cache_folder() -> Path:
+    """``STEPGRAPH_CACHE``, or a folder in the user's cache folder; it may not exist yet."""
+    own = os.environ.get("STEPGRAPH_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stepgraph"
 
 
 def launched_rank() -> int | None:

@@ -81,6 +81,7 @@ __all__ = [
     "free_unbacked_symbols",
     "fused_optimizers_replaced",
     "grad_mode_below_autograd",
+    "has_own_kernel",
     "has_post_accumulate_hooks",
     "has_step_hooks",
     "has_symbolic_shape",
@@ -248,6 +249,11 @@ def fake_kernel(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]
 def has_symbolic_shape(fake: Tensor) -> bool:
     """Whether a size or stride of a fake tensor is a symbol. ``_has_symbolic_sizes_strides`` seen in 2.13."""
     return bool(fake._has_symbolic_sizes_strides)
+
+
+def has_own_kernel(overload: torch._ops.OpOverload) -> bool:
+    """Whether a backend implements ``overload`` itself. ``_dispatch_has_kernel_for_dispatch_key`` seen in 2.13."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU"))
 
 
 _NUMERIC_FLAGS: dict[str, Callable[[], Any]] = {

@@ -16,6 +16,10 @@ from .operands import argument as argument
 from .operands import arguments_by_name as arguments_by_name
 from .operands import freeze as freeze
 from .operands import nodes_in as nodes_in
+from .reuse import has_unknown_calls as has_unknown_calls
+from .reuse import overwritable as overwritable
+from .reuse import overwritten_operands as overwritten_operands
+from .reuse import writing_variant as writing_variant
 from .spec import CAPTURED_PHASES as CAPTURED_PHASES
 from .spec import HALF_DTYPES as HALF_DTYPES
 from .spec import InputRole as InputRole

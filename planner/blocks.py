@@ -169,6 +169,7 @@ def part_of(outline: Outline, block: Block, shared: frozenset[int]) -> Part:
     operators: list[Operator] = []
     origin: list[int] = []
     own = {s for i in (*block.forward, *block.backward) for s in outline.operators[i].makes}
+    later = {s for op in outline.operators[block.backward.stop :] for s in op.reads} | outline.outputs
 
     def number(storage: int) -> int:
         return numbers.setdefault(storage, len(numbers))
@@ -181,7 +182,8 @@ def part_of(outline: Outline, block: Block, shared: frozenset[int]) -> Part:
         reads = tuple([number(s) for s in op.reads if s not in shared])
         makes = tuple([number(s) for s in op.makes])
         likeness = likenesses.setdefault(op.likeness, len(likenesses)) if where >= 0 else -1
-        operators.append(Operator(op.name, op.seconds, reads, makes, op.workspace, op.can_repeat, likeness))
+        over = tuple([number(s) for s in op.may_overwrite if s not in shared and s not in later])
+        operators.append(Operator(op.name, op.seconds, reads, makes, op.workspace, op.can_repeat, likeness, over))
         origin.append(where)
 
     def stretch(positions: range) -> list[int]:
@@ -195,7 +197,6 @@ def part_of(outline: Outline, block: Block, shared: frozenset[int]) -> Part:
     forward = len(operators)
     stretch(block.backward)
     storages = tuple(numbers)
-    later = {s for op in outline.operators[block.backward.stop :] for s in op.reads} | outline.outputs
     outputs = frozenset(n for s, n in numbers.items() if s in later and s in own)
     sizes = tuple(outline.sizes[s] for s in storages)
     inside = {*block.forward, *block.backward}
@@ -204,7 +205,12 @@ def part_of(outline: Outline, block: Block, shared: frozenset[int]) -> Part:
         numbers[s] for i in block.forward for s in outline.operators[i].makes if s in elsewhere and s not in shared
     )
     part = Outline(tuple(operators), sizes, forward=forward, backward=len(operators), outputs=outputs, pinned=leaving)
-    key = tuple([(op.likeness, op.seconds, op.reads, op.makes, op.workspace, op.can_repeat) for op in operators])
+    key = tuple(
+        [
+            (op.likeness, op.seconds, op.reads, op.makes, op.workspace, op.can_repeat, op.may_overwrite)
+            for op in operators
+        ]
+    )
     signature = (key, sizes, forward, outputs, leaving)
     return Part(part, tuple(origin), storages, frozenset(numbers[s] for s in entering), leaving, signature)
 

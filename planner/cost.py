@@ -1,30 +1,60 @@
-"""Seconds of one operator call: the larger of what its arithmetic and what its memory takes, and a launch.
+"""Seconds of one operator call: from what was measured on the device, or the larger of its arithmetic and its memory traffic.
 
-The roofline of Williams, Waterman and Patterson (2009), by kind of operator: products, attention and convolutions go by
-floating-point operations, everything else by bytes, and functions such as ``exp`` by elements.
+Where a calibrated spec has a table for the operator, that is the figure. Otherwise it is the roofline of Williams, Waterman and
+Patterson (2009), by kind of operator: products, attention and convolutions go by floating-point operations, everything else
+by bytes, and functions such as ``exp`` by elements; and a launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from ..graph import is_view, likeness_of, short_dtype, storages_of, tensors_in
+from ..graph import effects_of, is_scalar_function, is_view, likeness_of, short_dtype, storages_of, tensors_in
 from ..torch_compat import has_symbolic_shape, storage_key
 from .hardware import HardwareSpec
+from .timeline import waits
 
 _ATTENTION = ("attention", "flash", "sdp")
 _TRANSCENDENTAL = frozenset(
     {
         "exp", "log", "tanh", "sigmoid", "silu", "silu_backward", "gelu", "gelu_backward", "erf", "sin", "cos", "softplus",
         "softplus_backward", "_softmax", "_safe_softmax", "_log_softmax", "_log_softmax_backward_data", "mish", "log1p",
-        "expm1", "logsumexp", "elu", "tan", "atan", "pow", "bernoulli_", "normal_", "uniform_",
+        "expm1", "logsumexp", "elu", "tan", "atan", "pow", "bernoulli", "normal", "uniform",
     }
 )  # fmt: skip
+PRODUCTS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm"}
+_PERMUTED = " permuted"
+_LIST_OPERATORS = ("_foreach", "_fused", "fused")
+MATRICES = 16  # products in the batch that the table of "bmm" is of
+TENSORS = 16  # in the lists that the tables of list operators are of
+ELEMENTWISE, COPY, LISTS = "mul", "clone", "_foreach_add"  # tables for what has none of its own
+_aten = torch.ops.aten
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+class Work(NamedTuple):
+    """What a call has to do.
+
+    Attributes:
+        table: name of the table that tells its seconds.
+        sizes: one for each of the table's axes: rows, inner and columns of a product; floating-point operations of attention
+            and convolutions; bytes for the rest, of list operators those of one tensor.
+        times: how many of what the table is of.
+        launches: how many of its launches.
+    """
+
+    table: str
+    sizes: tuple[float, ...]
+    times: float = 1.0
+    launches: float = 1.0
 
 
 def node_seconds(spec: HardwareSpec) -> Callable[[fx.Node], float]:
@@ -41,13 +71,41 @@ def node_seconds(spec: HardwareSpec) -> Callable[[fx.Node], float]:
 
 
 def _seconds(node: fx.Node, spec: HardwareSpec) -> float:
-    if is_view(node):
-        return spec.view_seconds
-    result = tensors_in(node.meta["val"])
-    dtype = short_dtype(result[0].dtype) if result else "f32"
+    if is_scalar_function(node.target):
+        return spec.python_seconds * spec.launch_factor
+    if is_view(node) or waits(node):
+        return spec.view_seconds * spec.launch_factor
+    effects = effects_of(node)
+    if effects.collective and not waits(node):
+        return spec.link_seconds + moved_bytes(node) / spec.link_bytes_per_second
+    if effects.moves:
+        return spec.launch_seconds + moved_bytes(node) / spec.host_bytes_per_second
+    work, dtype = work_of(node), _dtype_of(node)
+    for name in (f"{work.table}:{dtype}", *_stand_ins(node, work.table, dtype)):
+        table = spec.tables.get(name)
+        if table is not None and len(table.axes) == len(work.sizes):
+            launch = table.least * (spec.launch_factor - 1) * work.launches
+            return table.at(*[max(size, 1.0) for size in work.sizes]) * work.times + launch
+    return _roofline(node, spec, dtype)
+
+
+def _stand_ins(node: fx.Node, name: str, dtype: str) -> list[str]:
+    """Tables to go by where an operator was not measured in this dtype, the nearest first."""
+    target: Any = node.target
+    if name in ("mm", "bmm") or flops_of(node):
+        return []
+    kind = ELEMENTWISE if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags else COPY
+    if name.startswith(_LIST_OPERATORS):
+        return [f"{LISTS}:f32"]
+    if name.endswith(_PERMUTED):
+        return [f"copy{_PERMUTED}:{dtype}", f"copy{_PERMUTED}:f32"]
+    return [f"{name}:f32", f"{kind}:{dtype}", f"{kind}:f32"]
+
+
+def _roofline(node: fx.Node, spec: HardwareSpec, dtype: str) -> float:
     moved = moved_bytes(node) / spec.memory_bytes_per_second
+    name = _name_of(node)
     flops = flops_of(node)
-    name = node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
     if flops:
         rates = spec.matmul_flops
         if any(word in name for word in _ATTENTION):
@@ -56,15 +114,83 @@ def _seconds(node: fx.Node, spec: HardwareSpec) -> float:
             rates = spec.convolution_flops
         return spec.launch_seconds + max(flops / rates.get(dtype, rates["f32"]), moved)
     if name in _TRANSCENDENTAL:
-        elements = sum(t.numel() for t in result if not has_symbolic_shape(t))
+        elements = sum(t.numel() for t in tensors_in(node.meta["val"]) if not has_symbolic_shape(t))
         return spec.launch_seconds + max(elements / spec.scalar_ops_per_second, moved)
     return spec.launch_seconds + moved
+
+
+def work_of(node: fx.Node) -> Work:
+    """What a call has to do, by which table."""
+    name = _name_of(node)
+    if name in PRODUCTS:
+        first, second = [t for n in node.all_input_nodes for t in tensors_in(n.meta["val"])][-2:] or (None, None)
+        if first is not None and second is not None and not has_symbolic_shape(first):
+            batch = float(first.shape[0]) if first.dim() == 3 else float(MATRICES)
+            sizes = (float(first.shape[-2]), float(first.shape[-1]), float(second.shape[-1]))
+            return Work(PRODUCTS[name], sizes, batch / MATRICES)
+    if flops := flops_of(node):
+        kind = "attention" if any(word in name for word in _ATTENTION) else "convolution" if "conv" in name else name
+        return Work(f"{kind}_backward" if "backward" in name else kind, (float(flops),))
+    count = _longest_list(node)
+    if count:
+        return Work(name, (moved_bytes(node) / count,), count / TENSORS, count / TENSORS)
+    return Work(f"{name}{_variant_of(node, name)}", (float(moved_bytes(node)),))
+
+
+def _variant_of(node: fx.Node, name: str) -> str:
+    """Reductions over outer dimensions and copies between different layouts have tables of their own."""
+    operands = [t for n in node.all_input_nodes[:1] for t in tensors_in(n.meta["val"])]
+    result = tensors_in(node.meta["val"])
+    if not operands or not result or has_symbolic_shape(operands[0]):
+        return ""
+    given = operands[0]
+    if name in ("sum", "mean") and len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) and given.dim() > 1:
+        reduced = {int(d) % given.dim() for d in node.args[1] if isinstance(d, int)}
+        return "" if given.dim() - 1 in reduced or not reduced else " outer"
+    if name in ("clone", "copy", "_to_copy") and given.dim() > 1:
+        other = (
+            operands[0]
+            if name != "copy"
+            else next((t for n in node.all_input_nodes[1:] for t in tensors_in(n.meta["val"])), given)
+        )
+        return "" if _order_of(other) == _order_of(result[0]) else _PERMUTED
+    return ""
+
+
+def _order_of(tensor: Tensor) -> list[int]:
+    """Dimensions longer than 1 by falling stride."""
+    strides = tensor.stride()
+    long = [d for d, size in enumerate(tensor.shape) if size > 1]
+    return sorted(long, key=lambda d: (-strides[d], d))
+
+
+def _longest_list(node: fx.Node) -> int:
+    lists = [
+        a
+        for a in (*node.args, *node.kwargs.values())
+        if isinstance(a, (list, tuple)) and any(isinstance(x, fx.Node) for x in a)
+    ]
+    name = _name_of(node)
+    return max(map(len, lists), default=0) if name.startswith(("_foreach", "_fused", "fused")) else 0
+
+
+def _name_of(node: fx.Node) -> str:
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", "")
+    return target._schema.name.partition("::")[2].rstrip("_")
+
+
+def _dtype_of(node: fx.Node) -> str:
+    result = tensors_in(node.meta["val"]) or [t for n in node.all_input_nodes for t in tensors_in(n.meta["val"])]
+    return short_dtype(result[0].dtype) if result else "f32"
 
 
 def flops_of(node: fx.Node) -> int:
     """Floating-point operations of a product, attention or convolution, by torch's own count; 0 for everything else."""
     target: Any = node.target
-    count = flop_registry.get(getattr(target, "overloadpacket", None))
+    packet = getattr(target, "overloadpacket", None)
+    count = flop_registry.get(_COUNTED_AS.get(packet, packet)) if packet is not None else None
     if count is None or any(has_symbolic_shape(t) for t in _tensors(node)):
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -83,5 +209,5 @@ def moved_bytes(node: fx.Node) -> int:
     return sum(seen.values()) + sum(seen.get(key, 0) for key in in_place)  # read and written
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
+def _tensors(node: fx.Node) -> list[Tensor]:
     return [t for n in (node, *node.all_input_nodes) for t in tensors_in(n.meta["val"])]

@@ -43,14 +43,15 @@ def fastest_order(outline: Outline, budget_bytes: int) -> Schedule | None:
     """The fastest order within a budget, None where there is none.
 
     Dijkstra's algorithm over how far the step is and which results of forward are alive. Running the next operator or, in
-    backward, one of forward again costs its seconds; freeing costs nothing. Of equally fast orders, one of least peak is not
-    sought.
+    backward, one of forward again costs its seconds; freeing costs nothing, and neither does writing over what is freed. Of
+    equally fast orders, one of least peak is not sought.
     """
     operators, sizes, makers = outline.operators, outline.sizes, outline.makers
     own = [frozenset(s for s in op.makes if makers[s] < outline.forward) for op in operators]
     needs = [frozenset(s for s in op.reads if makers[s] < outline.forward) for op in operators]
     again = [i for i, op in enumerate(operators[: outline.forward]) if op.can_repeat and op.makes]
     before, while_running = _later_bytes(outline)
+    overwritable = [_overwritable_of_forward(outline, i) for i in range(len(operators))]
     start: _State = (0, frozenset())
     seconds: dict[_State, float] = {start: 0.0}
     came: dict[_State, _Step] = {}
@@ -69,10 +70,16 @@ def fastest_order(outline: Outline, budget_bytes: int) -> Schedule | None:
         there = sum(sizes[s] for s in alive) + outline.given_bytes
         for number in (position, *(again if position >= outline.forward else ())):
             op, advances = operators[number], number == position
+            if not needs[number] <= alive:
+                continue
             made = sum(sizes[s] for s in own[number])
             beside = while_running[number] if advances else before[position]
-            if needs[number] <= alive and there + made + beside + op.workspace <= budget_bytes:
+            room = budget_bytes - (there + made + beside + op.workspace)
+            if room >= 0:
                 steps.append((op.seconds, (position + advances, alive | own[number]), number))
+            for s in alive.intersection(overwritable[number]):
+                if room + sizes[s] >= 0:
+                    steps.append((op.seconds, (position + advances, (alive - {s}) | own[number]), number))
         for cost, new, number in steps:
             total = spent + cost
             if total < seconds.get(new, float("inf")) - 1e-12:
@@ -94,7 +101,23 @@ def _later_bytes(outline: Outline) -> tuple[list[int], list[int]]:
                 running[i] += outline.sizes[storage]
             for i in range(maker + 1, min(last[storage] + 1, count + 1)):
                 before[i] += outline.sizes[storage]
+    for i in range(count):
+        over = _overwritten_later(outline, i)
+        running[i] -= outline.sizes[over[0]] if over else 0
     return before, running
+
+
+def _overwritten_later(outline: Outline, number: int) -> list[int]:
+    """What operators after forward made that an operator is the last to read, and may write over."""
+    still_read = {s for op in outline.operators[number + 1 :] for s in op.reads} | outline.outputs
+    over = outline.operators[number].may_overwrite
+    return [s for s in over if outline.makers[s] >= outline.forward and s not in still_read]
+
+
+def _overwritable_of_forward(outline: Outline, number: int) -> frozenset[int]:
+    """What operators of forward made that an operator may write over, unless it does so over something else."""
+    over = frozenset(outline.operators[number].may_overwrite)
+    return frozenset() if _overwritten_later(outline, number) else over - outline.outputs
 
 
 def _path(came: dict[_State, _Step], state: _State) -> list[tuple[int, int, frozenset[int]]]:

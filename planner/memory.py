@@ -2,7 +2,8 @@
 
 Every storage is one interval, from the call that makes it to the last call that reads any value on it: views keep their base,
 all results of an operator live until the last of them was taken, and what a call reads, makes and needs as workspace is counted
-before anything is freed. That is what the executor does, so on the CPU the figure is the allocator's, to the byte.
+before anything is freed; a result that is written over an operand takes that operand's place. That is what the executor does,
+so on the CPU the figure is the allocator's, to the byte.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..graph import (
     StepGraph,
     last_uses,
     name_of,
+    overwritten_operands,
     storage_sizes,
     storages_of,
 )
@@ -164,6 +166,11 @@ def simulate(graph: StepGraph, workspace_bytes: Callable[[fx.Node], int] = lambd
     sizes = {key: size for node in calls for key, size in storage_sizes(node).items()}
     held = [[key for key in dict.fromkeys(storages_of(n)) if key not in given] for n in calls]
     found = intervals(held, _last_positions(graph))
+    overwritten = overwritten_operands(graph)
+    for position, node in enumerate(calls):
+        if node in overwritten:
+            key = storages_of(overwritten[node])[0]
+            found[key] = (found[key][0], position - 1)
     makers = [calls[birth] for birth, _ in found.values()]
     gradients = gradient_storages(graph)
     states = {

@@ -6,7 +6,7 @@ such as what may be computed twice, is decided here once.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,10 +22,12 @@ from ..graph import (
     allocated_by,
     arguments_without_writes,
     effects_of,
+    has_unknown_calls,
     is_view,
     likeness_of,
     name_of,
     nodes_in,
+    overwritable,
     picks_indices,
     storage_sizes,
     storages_of,
@@ -47,6 +49,8 @@ class Operator:
         makes: the storages that it allocates.
         workspace: bytes that it needs while it runs.
         can_repeat: whether running it a second time in backward gives the same bits and changes nothing.
+        may_overwrite: storages among ``reads``, as large as the only result, which is written over the first of them that
+            nothing else needs any more.
         likeness: equal for operators that compute the same on operands of the same layout.
     """
 
@@ -57,6 +61,7 @@ class Operator:
     workspace: int = 0
     can_repeat: bool = True
     likeness: int = 0
+    may_overwrite: tuple[int, ...] = ()
 
 
 class Run(NamedTuple):
@@ -90,6 +95,7 @@ class Outline:
         pinned: further forward storages that are never dropped.
         categories: of each storage, of :data:`memory.CATEGORIES`.
         given: bytes of the step's inputs, alive throughout, by category.
+        beside_seconds: that the step takes beside its operators.
     """
 
     operators: tuple[Operator, ...]
@@ -100,6 +106,7 @@ class Outline:
     pinned: frozenset[int] = frozenset()
     categories: tuple[str, ...] = ()
     given: Mapping[str, int] = field(default_factory=dict)
+    beside_seconds: float = 0.0
 
     @cached_property
     def given_bytes(self) -> int:
@@ -147,16 +154,19 @@ class Outline:
 
     @property
     def seconds(self) -> float:
-        """Time of every operator once."""
-        return sum(op.seconds for op in self.operators)
+        """Time of a step in which nothing runs again."""
+        return sum(op.seconds for op in self.operators) + self.beside_seconds
 
 
 def outline_of(
     graph: StepGraph,
     seconds: Callable[[fx.Node], float],
     workspace_bytes: Callable[[fx.Node], int] = lambda node: 0,
+    beside_seconds: float = 0.0,
 ) -> Outline:
     """The outline of a step graph, before anything is recomputed.
+
+    Naming memory is counted with the operator that made it, since what is made again is named again.
 
     Optimizer state that the step creates counts as given: it is there in every later step.
     """
@@ -169,8 +179,15 @@ def outline_of(
     likenesses: dict[Hashable, int] = {}
     operators: list[Operator] = []
     counts: Counter[Phase] = Counter()
+    overwrites = not has_unknown_calls(graph)
+    naming: dict[int, float] = defaultdict(float)
     for node in graph.calls:
         if is_view(node):
+            key = storages_of(node)[0]
+            if key in numbers:
+                naming[numbers[key]] += seconds(node)
+            else:
+                beside_seconds += seconds(node)
             continue
         made, own_sizes = allocated[node], storage_sizes(node)
         for key in made:
@@ -187,9 +204,13 @@ def outline_of(
                 workspace=workspace_bytes(node),
                 can_repeat=node.meta["phase"] is Phase.FORWARD and can_repeat(node, fixed),
                 likeness=likenesses.setdefault(likeness_of(node), len(likenesses)),
+                may_overwrite=tuple(
+                    numbers[key] for n in overwritable(node) for key in storages_of(n) if key in numbers and overwrites
+                ),
             )
         )
         counts[node.meta["phase"]] += 1
+    operators = [replace(op, seconds=op.seconds + sum(naming[s] for s in op.makes)) for op in operators]
     created = {key for v in graph.output_nodes(OutputRole.STATE).values() for key in storages_of(v)}
     given = Counter(resident_bytes(graph))
     for key in created & numbers.keys():
@@ -204,6 +225,7 @@ def outline_of(
         outputs=frozenset(numbers[key] for key in outputs if key in numbers),
         categories=tuple(categories),
         given={c: given[c] for c in CATEGORIES if given[c]},
+        beside_seconds=beside_seconds,
     )
 
 

@@ -260,7 +260,8 @@ class RecomputeProblem:
         convex frontier of the min-cut, is a lower bound (Lagrangian duality).
         """
         outline = self.outline
-        made = outline.operators[outline.forward].makes if outline.backward > outline.forward else ()
+        first = outline.operators[outline.forward] if outline.backward > outline.forward else None
+        made = () if first is None or first.may_overwrite else first.makes
         beside = outline.given_bytes + sum(outline.sizes[s] for s in made)
         points = sorted((p.kept_bytes, p.extra_seconds) for p in convex_frontier(outline))
         return float(np.interp(budget_bytes - beside, [p[0] for p in points], [p[1] for p in points]))

@@ -58,7 +58,7 @@ class Schedule:
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last position of each copy."""
+        """First and last position of each copy; the last before it is overwritten, where it is."""
         outline = self.outline
         count = len(self.runs)
         births, deaths = np.zeros((2, len(self.storages)), dtype=np.int64)
@@ -70,6 +70,13 @@ class Schedule:
             for copy in run.reads:
                 if deaths[copy] < position:
                     deaths[copy] = position
+        for position, run in enumerate(self.runs):
+            over = outline.operators[run.operator].may_overwrite
+            if over:
+                read = {self.storages[copy]: copy for copy in run.reads}
+                dying = next((read[s] for s in over if deaths[read[s]] == position), None)
+                if dying is not None:
+                    deaths[dying] = position - 1
         return births, deaths
 
     @property
@@ -112,7 +119,7 @@ class Schedule:
     @property
     def seconds(self) -> float:
         """Predicted time of all runs, one after the other."""
-        return sum(self.outline.operators[run.operator].seconds for run in self.runs)
+        return sum(self.outline.operators[run.operator].seconds for run in self.runs) + self.outline.beside_seconds
 
     def repeats(self) -> tuple[Repeat, ...]:
         """The runs in backward of what belongs to forward, by logical key."""

@@ -45,7 +45,8 @@ def plan_step(
     Raises:
         PlanError: no plan keeps to the budget.
     """
-    outline = outline_of(graph, node_seconds(spec), workspace_bytes)
+    beside_seconds = spec.step_seconds + spec.input_seconds * len(graph.placeholders)
+    outline = outline_of(graph, node_seconds(spec), workspace_bytes, beside_seconds)
     plan = Plan(strategy, fingerprint_of(graph, optimizer), budget_bytes, hardware=spec.name)
     if strategy == "none":
         return _told(plan, as_asked(graph, outline), budget_bytes)

@@ -40,7 +40,7 @@ from .regions import regions_of as regions_of
 from .report import Measurement as Measurement
 from .report import describe_compiled as describe_compiled
 from .report import describe_plan as describe_plan
-from .report import measurement_of as measurement_of
+from .report import measured as measured
 from .result import StepResult as StepResult
 from .result import describe_nonfinite as describe_nonfinite
 from .rollback import restored_on_error as restored_on_error

@@ -18,7 +18,7 @@ from ..capture import (
     garbage_collection_paused,
     update_targets,
 )
-from ..device import compiles_updates, reads_are_cheap
+from ..device import compiles_updates, keep_freed_memory, reads_are_cheap
 from ..graph import OutputRole, StepGraph
 from ..passes import (
     Accumulate,
@@ -135,6 +135,8 @@ class CompiledBatch:
         self._params = {h.key: h.tensor for h in tensors.params}
         self._regions: CompiledRegions = {}
         self._device = next(iter(self._params.values())).device
+        if self._device.type == "cpu":
+            keep_freed_memory()
 
     def variant(self, part: Part | None = None) -> Variant:
         """The variant that fits this part of the window and the optimizer as it is now."""

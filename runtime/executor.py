@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
@@ -14,17 +15,33 @@ from torch import fx
 
 from ..device import autocast_off
 from ..errors import CaptureError
-from ..graph import StepGraph, effects_of, last_uses
+from ..graph import StepGraph, effects_of, last_uses, overwritten_operands, writing_variant
 from ..graph.ops import KERNELS
+from ..planner import stage_of
 from ..torch_compat import grad_mode_below_autograd
 
 _numbers = count()
 # What runs in the place of an operator without a way through the dispatcher.
 _DIRECT: dict[Any, Callable[..., Any]] = {**KERNELS, torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
 
+Watch = Callable[[str], None]  # is told of each stage as it begins, and of "" when the last ends
+_watches: list[Watch] = []
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Within the context, executors tell ``watch`` which stage of the step begins."""
+    _watches.append(watch)
+    try:
+        yield
+    finally:
+        _watches.pop()
+
 
 class Executor:
     """Executes the nodes in the graph's order with the operators that eager would call, in eager's grad mode.
+
+    Elementwise results are written over operands that nothing reads any more, where those are laid out alike.
 
     The generated function takes the list of inputs and empties it, so that no reference but the caller's keeps an input
     alive. After a gate that is not 0, nothing runs and outputs that would have been computed there are None.
@@ -36,20 +53,30 @@ class Executor:
     def __init__(self, graph: StepGraph) -> None:
         self.source, namespace = _generate(graph)
         self._graph = graph
-        name = f"<stepgraph step {next(_numbers)}>"
-        linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
-        self._name = name
-        exec(compile(self.source, name, "exec"), namespace)
-        self._run: Callable[[list[Any]], list[Any]] = namespace["run"]
+        self._name = f"<stepgraph step {next(_numbers)}>"
+        self._run = _compiled(self.source, self._name, namespace)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Runs the step on ``inputs`` (one for each placeholder, emptied) and returns the outputs."""
+        run = self._run if not _watches else self._watched(_watches[-1])
         with torch.no_grad(), autocast_off():
             try:
-                return self._run(inputs)
+                return run(inputs)
             except Exception as error:
                 self._tell_where(error)
                 raise
+
+    def _watched(self, watch: Watch) -> Callable[[list[Any]], list[Any]]:
+        """The same program, which tells ``watch`` at which stage it is."""
+        source, namespace = _generate(self._graph, tells_stages=True)
+        run = _compiled(source, f"{self._name[:-1]}, watched>", {**namespace, "watch": watch})
+
+        def run_to_the_end(inputs: list[Any]) -> list[Any]:
+            outputs = run(inputs)
+            watch("")
+            return outputs
+
+        return run_to_the_end
 
     def _tell_where(self, error: Exception) -> None:
         """Notes the failing node in the error: as ``failed_node``, and in words (Python 3.11 and newer)."""
@@ -61,6 +88,13 @@ class Executor:
         error.failed_node = node  # type: ignore[attr-defined]
         if node is not None and hasattr(error, "add_note"):
             error.add_note(f"in the compiled step, at {name}")
+
+
+def _compiled(source: str, name: str, namespace: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), namespace)
+    run: Callable[[list[Any]], list[Any]] = namespace["run"]
+    return run
 
 
 def first_run_error(error: Exception) -> CaptureError:
@@ -76,11 +110,12 @@ def first_run_error(error: Exception) -> CaptureError:
     )
 
 
-def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
+def _generate(graph: StepGraph, *, tells_stages: bool = False) -> tuple[str, dict[str, Any]]:
     namespace: dict[str, Any] = {"graded": grad_mode_below_autograd}
     names: dict[fx.Node, str] = {}
     constants = _Constants(namespace)
     freed_after = last_uses(graph)
+    overwritten = overwritten_operands(graph)
     placeholders = graph.placeholders
     for i, node in enumerate(placeholders):
         names[node] = f"i{i}"
@@ -91,16 +126,23 @@ def _generate(graph: StepGraph) -> tuple[str, dict[str, Any]]:
     lines += [f"    del {name}" for name in unused]
     base = "    "
     behind_gates: list[set[fx.Node]] = []
-    is_graded = False
+    is_graded, stage = False, ""
     for i, node in enumerate(graph.calls):
         if node.meta["grad_mode"] != is_graded:
             is_graded = not is_graded
             lines += [f"{base}with graded():"] if is_graded else []
         indent = base + "    " * is_graded
+        if tells_stages and stage_of(node) != stage:
+            stage = stage_of(node)
+            lines.append(f"{indent}watch({stage!r})")
         names[node] = f"v{i}"
         args = [_literal(a, names, constants) for a in node.args]
         args += [f"{k}={_literal(v, names, constants)}" for k, v in node.kwargs.items()]
-        function = constants.add(_DIRECT.get(node.target, node.target), "f")
+        target = _DIRECT.get(node.target, node.target)
+        if node in overwritten and (variant := writing_variant(node.target)) is not None:
+            target = variant.overload
+            args += [f"{variant.out}={names[overwritten[node]]}"] if variant.out else []
+        function = constants.add(target, "f")
         lines.append(f"{indent}{names[node]} = {function}({', '.join(args)})  # {node.meta['key'].name}")
         for behind in behind_gates:
             behind.add(node)

@@ -14,9 +14,7 @@ from ..errors import ConfigError, NotYetError, PlanError
 from ..graph import StepGraph, storage_sizes
 from ..passes import PassRecord, Recompute, run_passes
 from ..planner import (
-    SPECS,
     STRATEGIES,
-    HardwareSpec,
     Plan,
     fingerprint_of,
     load_plan,
@@ -24,6 +22,7 @@ from ..planner import (
     plan_step,
     simulate,
 )
+from .calibrated import spec_of
 
 MARGIN = 0.1  # of the device's memory, left to what is not counted: the allocator's own, the process, other programs
 _UNITS = {
@@ -124,14 +123,6 @@ def apply_plan(graph: StepGraph, plan: Plan, *, uses_inductor: bool) -> list[Pas
 def everything_bytes(graph: StepGraph) -> int:
     """Bytes of all storages of a step, were none ever freed."""
     return sum({key: size for node in graph.graph.nodes for key, size in storage_sizes(node).items()}.values())
-
-
-def spec_of(device: torch.device) -> HardwareSpec:
-    """What is known of a device."""
-    if device.type == "cpu":
-        return SPECS["cpu"]
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
-    return next((spec for key, spec in SPECS.items() if key in name), SPECS["a100"])
 
 
 def planning_of(plan: Any, memory_budget: Any) -> Planning:

@@ -2,36 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ..capture import CapturedUpdate
-from ..graph import HALF_DTYPES, InputRole, StepGraph
-from ..planner import Plan, measured_workspaces, simulate
-from .compiled import CompiledBatch, Variant
+from ..device import allocation_peak, synchronize
+from ..graph import HALF_DTYPES, InputRole
+from ..planner import Plan, measured_workspaces, node_seconds, simulate, timeline_of
+from .calibrated import spec_of
+from .compiled import CompiledBatch, Program, Variant
+from .executor import watched
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One step, measured.
+    """One step, measured, beside what the simulator and the clock say of the graph that ran.
 
     Attributes:
         peak_bytes: the step's inputs, and the most that it had allocated beside them at once.
-        predicted_bytes: the simulator's figure for the graph that ran.
-        seconds: wall time.
+        predicted_bytes: the simulator's figure.
+        seconds: of its operators, with what measuring costs.
+        predicted_seconds: the clock's figure.
+        stages: for each phase, and for computing again, seconds measured and predicted.
+        hardware: what the clock goes by.
     """
 
     peak_bytes: int
     predicted_bytes: int
     seconds: float
+    predicted_seconds: float
+    stages: Mapping[str, tuple[float, float]]
+    hardware: str
 
 
-def measurement_of(graph: StepGraph, allocated_bytes: int, seconds: float) -> Measurement:
-    """What a run of ``graph`` that allocated ``allocated_bytes`` at its highest comes to."""
-    timeline = simulate(graph, measured_workspaces(graph))
-    return Measurement(timeline.resident_bytes + allocated_bytes, timeline.peak().peak_bytes, seconds)
+def measured(
+    run: Callable[[], Result], program: Callable[[], Program], device: torch.device
+) -> tuple[Result, Measurement]:
+    """What a call of a step that is compiled already returns, and its measurement.
+
+    Args:
+        program: what ran, to be asked afterwards.
+    """
+    now = [("", time.perf_counter())]
+    spent: dict[str, float] = defaultdict(float)
+
+    def watch(stage: str) -> None:
+        synchronize(device)
+        before, since = now[0]
+        now[0] = (stage, time.perf_counter())
+        spent[before] += now[0][1] - since
+
+    with watched(watch):
+        result, allocated_bytes = allocation_peak(run, device)
+    graph, spec = program().graph, spec_of(device)
+    memory, clock = simulate(graph, measured_workspaces(graph)), timeline_of(graph, node_seconds(spec))
+    expected = clock.seconds_by_stage()
+    return result, Measurement(
+        memory.resident_bytes + allocated_bytes,
+        memory.peak().peak_bytes,
+        sum(spent[stage] for stage in expected),
+        clock.seconds,
+        {stage: (spent[stage], expected[stage]) for stage in expected},
+        spec.name,
+    )
 
 
 def describe_plan(plan: Plan, measured: Measurement | None) -> Iterator[str]:
@@ -54,7 +94,10 @@ def describe_plan(plan: Plan, measured: Measurement | None) -> Iterator[str]:
     if measured is not None:
         off = measured.peak_bytes / measured.predicted_bytes - 1
         yield f"  measured peak {measured.peak_bytes:,} bytes, predicted {measured.predicted_bytes:,} ({off:+.3%})"
-        yield f"  measured time {measured.seconds * 1e3:.1f} ms"
+        times = f"{measured.seconds * 1e3:.1f} ms, predicted {measured.predicted_seconds * 1e3:.1f} ms"
+        yield f"  measured time {times} on {measured.hardware}"
+        for stage, (took, expected) in measured.stages.items():
+            yield f"    {stage:15} {took * 1e3:8.1f} ms, predicted {expected * 1e3:.1f}"
 
 
 def describe_compiled(number: int, compiled: CompiledBatch) -> Iterator[str]:

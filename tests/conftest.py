@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -29,3 +31,9 @@ def no_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
 def _one_thread() -> None:
     """One thread for this process: tiny kernels are many times slower when threads compete for few cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plans go by the built-in figures, whatever was measured on this machine."""
+    monkeypatch.setenv("STEPGRAPH_CACHE", str(tmp_path / "cache"))

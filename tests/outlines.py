@@ -20,10 +20,22 @@ def random_outline(seed: int, operators: int = 6, *, largest: int = 8) -> Outlin
     ops: list[Operator] = []
 
     def add(name: str, reads: set[int], size: int, *, can_repeat: bool) -> int:
+        is_elementwise = bool(reads) and draw.random() < 0.4
+        if is_elementwise:
+            size = sizes[draw.choice(sorted(reads))]
+        over = tuple(s for s in sorted(reads) if is_elementwise and sizes[s] == size)
         sizes.append(size)
         seconds = draw.choice((1.0, 2.0, 3.0, 5.0, 8.0))
         ops.append(
-            Operator(name, seconds, tuple(sorted(reads)), (len(sizes) - 1,), can_repeat=can_repeat, likeness=len(ops))
+            Operator(
+                name,
+                seconds,
+                tuple(sorted(reads)),
+                (len(sizes) - 1,),
+                can_repeat=can_repeat,
+                likeness=len(ops),
+                may_overwrite=over,
+            )
         )
         return len(sizes) - 1
 
@@ -119,8 +131,13 @@ def least_seconds(outline: Outline, budget: int) -> float | None:
             made = of_forward.intersection(op.makes)
             again = sum(sizes[s] for s in made & alive)
             taken = later(position, running=advances) + sum(sizes[s] for s in alive | made) + again + op.workspace
-            if taken + outline.given_bytes <= budget:
+            dying = [s for s in op.may_overwrite if s not in of_forward and last[s] == position]
+            taken += outline.given_bytes - (sizes[dying[0]] if dying else 0)
+            if taken <= budget:
                 found.append((op.seconds, (position + advances, alive | made)))
+            for s in () if dying else op.may_overwrite:
+                if s in alive and s not in outline.outputs and taken - sizes[s] <= budget:
+                    found.append((op.seconds, (position + advances, (alive - {s}) | made)))
         for cost, new in found:
             if seconds + cost < best.get(new, float("inf")):
                 best[new] = seconds + cost

@@ -14,11 +14,13 @@ from torch import nn
 
 import stepgraph as sg
 from stepgraph import knobs
+from stepgraph.device import keep_freed_memory
 from stepgraph.errors import ConfigError, VerificationError
 from stepgraph.graph import OutputRole, Phase, StepGraph, family_of
 from stepgraph.graph.verifier import verify
 from stepgraph.passes import PASSES, Pass, PassRecord, PassResult, run_passes, training_passes
 from stepgraph.passes.clean import Clean
+from stepgraph.runtime.calibrated import calibration_path
 
 from . import fixtures, oracle
 from .graphs import assert_same_run, families, of_fixture, run
@@ -310,10 +312,30 @@ def _rank_changes_who_writes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> b
     return written == [True, False]
 
 
+def _keep_heap_changes_the_allocator(monkeypatch: pytest.MonkeyPatch, folder: Path) -> bool:
+    kept = keep_freed_memory.__wrapped__()
+    monkeypatch.setenv("STEPGRAPH_KEEP_HEAP", "0")
+    return bool(kept) and not keep_freed_memory.__wrapped__()
+
+
+def _cache_changes_where_calibrations_are(monkeypatch: pytest.MonkeyPatch, folder: Path) -> bool:
+    monkeypatch.setenv("STEPGRAPH_CACHE", str(folder))
+    return folder in calibration_path(torch.device("cpu")).parents
+
+
+def _xdg_changes_where_calibrations_are(monkeypatch: pytest.MonkeyPatch, folder: Path) -> bool:
+    monkeypatch.delenv("STEPGRAPH_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "stepgraph" in calibration_path(torch.device("cpu")).parents
+
+
 KNOB_EFFECTS: dict[str, Callable[[pytest.MonkeyPatch, Path], bool]] = {
     "STEPGRAPH_VERIFY": _verify_changes_what_is_noticed,
     "STEPGRAPH_DUMP": _dump_changes_what_is_written,
     "STEPGRAPH_DISABLE": _disable_changes_the_graph,
+    "STEPGRAPH_KEEP_HEAP": _keep_heap_changes_the_allocator,
+    "STEPGRAPH_CACHE": _cache_changes_where_calibrations_are,
+    "XDG_CACHE_HOME": _xdg_changes_where_calibrations_are,
     "RANK": _rank_changes_who_writes,
 }
 

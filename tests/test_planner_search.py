@@ -36,6 +36,11 @@ def _check_runs(outline: Outline, choice: Choice) -> None:
     for copy, storage in enumerate(made.storages):
         if storage in outline.outputs and not made.runs[there[copy]].is_repeat:
             last[copy] = len(made.runs)
+    for position, run in enumerate(made.runs):
+        dying = [c for c in run.reads if last[c] == position]
+        over = [s for s in outline.operators[run.operator].may_overwrite if s in {made.storages[c] for c in dying}]
+        if over:
+            last[next(c for c in dying if made.storages[c] == over[0])] -= 1
     for position, live in enumerate(made.live):
         counted = sum(outline.sizes[s] for c, s in enumerate(made.storages) if there[c] <= position <= last[c])
         assert live == counted + outline.operators[made.runs[position].operator].workspace

@@ -6,10 +6,16 @@ import argparse
 import json
 import runpy
 import sys
+import time
 from pathlib import Path
 
-from ..errors import StepGraphError
+import torch
+
+from ..device import require_supported
+from ..errors import ConfigError, StepGraphError
 from ..graph import Phase
+from ..runtime.calibrated import calibration_path
+from .calibrate import calibrate
 from .dump import Dump, Selection
 from .job import load_job
 from .norms import draw, norm_report
@@ -57,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
         "--first", action="store_true", help="the first step, which creates the optimizer's state; runs nothing"
     )
     dump.add_argument("--numerics", choices=("exact", "fast"), help="instead of the job's")
+    calibration = commands.add_parser(
+        "calibrate",
+        help="measure what this machine can do, for the planner's clock",
+        description="Measures operators of training steps at several sizes, in about half a minute on a CPU, and keeps the "
+        "result for this device, number of threads and version of torch. Plans made here then go by it.",
+    )
+    calibration.set_defaults(run=_calibrate)
+    calibration.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (%(default)s)")
+    calibration.add_argument("--threads", type=_count, help="threads of torch's operators on the CPU (as torch has it)")
     norms = commands.add_parser(
         "norms", help="what the gradient norms of a run say about max_norm", description="Reads the CSV of a step log."
     )
@@ -89,6 +104,38 @@ def _dump(args: argparse.Namespace) -> int:
     selection = Selection(phase, args.module, args.around, args.radius)
     print(json.dumps(dump.records(selection), indent=1) if args.json else dump.text(selection))
     return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        device = torch.device(args.device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device must be cpu, cuda or cuda:1, got {args.device!r}") from error
+    require_supported(device, "--device")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here")
+    start = time.perf_counter()
+    spec = calibrate(device, _progress_bar if sys.stderr.isatty() else lambda done, of, name: None)
+    print(f"{spec.name}, in {time.perf_counter() - start:.0f} s")
+    rates = ", ".join(f"{dtype} {rate / 1e9:.3g}" for dtype, rate in sorted(spec.matmul_flops.items()))
+    print(f"  matrix products   {rates} GFLOP/s")
+    print(f"  memory            {spec.memory_bytes_per_second / 1e9:.3g} GB/s")
+    print(f"  exp               {spec.scalar_ops_per_second / 1e9:.3g} G/s")
+    print(f"  disk              {spec.disk_bytes_per_second / 1e9:.3g} GB/s")
+    each = spec.launch_seconds * spec.launch_factor
+    print(f"  launch            {each * 1e6:.2g} us in a step, a step itself {spec.step_seconds * 1e6:.3g} us")
+    print(f"wrote {calibration_path(device)}")
+    return 0
+
+
+def _progress_bar(done: int, of: int, name: str) -> None:
+    width = 30
+    filled = width * done // max(of, 1)
+    line = "" if done == of else f"[{'#' * filled}{'.' * (width - filled)}] {100 * done // of:3d} %  {name}"
+    sys.stderr.write(f"\r\033[K{line}")
+    sys.stderr.flush()
 
 
 def _norms(args: argparse.Namespace) -> int:
