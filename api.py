@@ -17,7 +17,7 @@ from .capture import LossCall, check_model, check_optimizer, flatten_batch, tens
 from .device import read_later, reads_are_cheap
 from .errors import ConfigError, NotYetAttributeError, NotYetError
 from .graph import OutputRole, StepGraph
-from .planner import Plan
+from .planner import HardwareSpec, Plan
 from .runtime import (
     AUTOCAST_DTYPES,
     LARGEST_DELAY,
@@ -90,6 +90,7 @@ def compile_train_step(
     spare_backward: bool = False,
     accumulate: int = 1,
     memory_budget: int | str | None = None,
+    hardware: HardwareSpec | str | PathLike[str] | None = None,
     mesh: Any = None,
     reduce_dtype: torch.dtype | None = None,
     numerics: str = "exact",
@@ -136,6 +137,7 @@ def compile_train_step(
             skip then names no parameter, and its ``grad_norm`` is NaN.
         memory_budget: peak bytes of the whole step, parameters, gradients and optimizer state included, as a number or as text
             such as ``"8GiB"``. None is the device's memory less a tenth, under ``plan="auto"``.
+        hardware: what to plan for: ``"h100"`` or the like, a spec or its file; None is this machine, calibrated or not.
         accumulate: how many batches, here micro-batches, make an update: gradients are summed and divided by their number, or
             by the sum of their weights, before norm and clip. Each call takes one; the last of a window updates.
             The sums, of weight times gradient, are divided once, by the sum of weights: the bits of ``(loss / k).backward()``
@@ -177,6 +179,7 @@ def compile_train_step(
         lowering=lowering,
         plan=plan,
         memory_budget=memory_budget,
+        hardware=hardware,
     )
     _refuse_unimplemented(
         mesh=(mesh, mesh is None),

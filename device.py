@@ -23,6 +23,11 @@ from .torch_compat import default_foreach, foreach_norm_by_default, recorded_all
 SUPPORTED_DEVICE_TYPES = ("cpu", "cuda")
 
 
+def stands_for(device: torch.device) -> torch.device:
+    """The device that tensors on ``device`` stand for: a model on meta is planned for the CPU."""
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def require_supported(device: torch.device, where: str) -> None:
     """Raises :class:`ConfigError` for a device type that stepgraph does not run on."""
     if device.type not in SUPPORTED_DEVICE_TYPES:

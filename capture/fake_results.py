@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import stands_for
 from ..torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -24,6 +25,21 @@ from ..torch_compat import (
     like_fake,
     storage_key,
 )
+
+
+def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """The stand-in of ``tensor``; that of a tensor on meta is on the device that it stands for."""
+    if tensor.is_meta:
+        return fake_on(mode, tensor, stands_for(tensor.device))
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+def fake_on(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
+    """A stand-in on ``device`` with the layout of ``tensor``, which may be fake or on meta."""
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
 
 
 @dataclass(frozen=True)

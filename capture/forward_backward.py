@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..device import autocast_off
+from ..device import autocast_off, stands_for
 from ..errors import CaptureError
 from ..graph import (
     InputRole,
@@ -35,6 +35,7 @@ from .ambient import (
 from .batch import FlatBatch, LossCall, is_plain
 from .context import TraceContext, warn_user
 from .failures import capture_error
+from .fake_results import fake_on
 from .gradients import own_gradients
 from .known_values import SYMBOLS, libraries_told
 from .module_tensors import HeldTensor, ModuleState, ModuleTensors, tensors_replaced
@@ -145,19 +146,8 @@ class _Trace:
         return self.recorder.finish(outputs)
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            tensor = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
-            )
-        if tensor.device.type == "meta":
-            with self.mode:
-                return torch.empty_strided(
-                    tensor.shape,
-                    tensor.stride(),
-                    dtype=tensor.dtype,
-                    device=self.tensors.params[0].tensor.device,
-                    requires_grad=tensor.requires_grad,
-                )
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            return fake_on(self.mode, tensor, stands_for(self.tensors.params[0].tensor.device))
         fake = self.mode.from_tensor(tensor, static_shapes=True)
         fake.grad = None  # what the user has accumulated is none of the step's business
         return fake

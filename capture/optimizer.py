@@ -34,6 +34,7 @@ from ..torch_compat import (
 from .ambient import CAPTURE_LOCK
 from .context import TraceContext
 from .failures import capture_error, is_data_dependent, source_line_of
+from .fake_results import fake_of
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
 from .opaque_update import Swap, opaque_update_graph
 from .recorder import Recorder
@@ -162,7 +163,7 @@ def update_targets(
     dtype.
     """
     mode = step.graph.fake_mode
-    fake_masters = {key: mode.from_tensor(master, static_shapes=True) for key, master in (masters or {}).items()}
+    fake_masters = {key: fake_of(mode, master) for key, master in (masters or {}).items()}
     found = {key: node.meta["val"] for key, node in step.graph.output_nodes(OutputRole.GRAD).items()}
     with mode, torch.no_grad():
         grads = {key: found[key] if key in found else torch.empty_like(step.fakes[key]) for key in keys or found}
@@ -293,11 +294,11 @@ class _UpdateTrace:
         raise _Untraceable(f"keeps a {type(value).__name__} in state[{key!r}][{name!r}]")
 
     def _fake_state(self, key: str, name: str) -> Tensor:
-        return self.mode.from_tensor(self.optimizer.state[self.params[key]][name], static_shapes=True)
+        return fake_of(self.mode, self.optimizer.state[self.params[key]][name])
 
     def _fake_hyper(self, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):
-            return self.mode.from_tensor(value, static_shapes=True)
+            return fake_of(self.mode, value)
         with self.mode:
             return torch.empty((), dtype=torch.float64)
 

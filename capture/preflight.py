@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from ..device import require_supported
+from ..device import require_supported, stands_for
 from ..errors import CaptureError, ConfigError, NotYetError
 from ..torch_compat import has_post_accumulate_hooks
 from .module_tensors import ModuleTensors
@@ -24,7 +24,7 @@ _WRAPPERS = {
 
 
 def check_model(model: nn.Module, tensors: ModuleTensors) -> torch.device:
-    """Refuses models and process groups that cannot be compiled for; returns the device of the parameters."""
+    """Refuses models and process groups that cannot be compiled for; returns the device that they run on."""
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
@@ -63,8 +63,9 @@ def check_model(model: nn.Module, tensors: ModuleTensors) -> torch.device:
                 module_path=path,
                 remedy="build it with sparse=False",
             )
-    device = next(iter(devices))
-    require_supported(device, f"parameter {devices[device]!r}")
+    own = next(iter(devices))
+    device = stands_for(own)
+    require_supported(device, f"parameter {devices[own]!r}")
     return device
 
 

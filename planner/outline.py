@@ -82,6 +82,24 @@ class Run(NamedTuple):
     results: tuple[int, ...]
 
 
+class ForwardRuns(NamedTuple):
+    """The runs of forward.
+
+    Attributes:
+        runs: in execution order.
+        storages: of which storage each copy is one.
+        current: the copy of each storage, -1 for none.
+        births: position of the run that makes each copy.
+        deaths: of the last run that makes or reads it.
+    """
+
+    runs: tuple[Run, ...]
+    storages: tuple[int, ...]
+    current: tuple[int, ...]
+    births: tuple[int, ...]
+    deaths: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Outline:
     """Operators in execution order: the forward ones, then those of backward, then the rest.
@@ -138,19 +156,25 @@ class Outline:
         return frozenset(made.difference(self.candidates))
 
     @cached_property
-    def forward_runs(self) -> tuple[tuple[Run, ...], tuple[int, ...], tuple[int, ...]]:
-        """The runs of forward, which no plan changes; the storage of each copy made; the copy of each storage, -1 for none."""
+    def forward_runs(self) -> ForwardRuns:
+        """What no plan changes."""
         runs: list[Run] = []
         storages: list[int] = []
+        births: list[int] = []
+        deaths: list[int] = []
         current = [-1] * len(self.sizes)
         for number, operator in enumerate(self.operators[: self.forward]):
             reads = tuple(current[s] for s in operator.reads)
+            for copy in reads:
+                deaths[copy] = number
             makes = tuple(range(len(storages), len(storages) + len(operator.makes)))
             storages.extend(operator.makes)
+            births.extend([number] * len(makes))
+            deaths.extend([number] * len(makes))
             for storage, copy in zip(operator.makes, makes, strict=True):
                 current[storage] = copy
             runs.append(Run(number, False, reads, makes, tuple(range(len(makes)))))
-        return tuple(runs), tuple(storages), tuple(current)
+        return ForwardRuns(tuple(runs), tuple(storages), tuple(current), tuple(births), tuple(deaths))
 
     @property
     def seconds(self) -> float:

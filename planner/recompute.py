@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linprog
+from scipy.sparse import csr_array, lil_array
 
 from .blocks import Part, classes_of, find_blocks, part_of, shared_storages
 from .exact import exact_frontier, is_small
 from .min_cut import convex_frontier
+from .nested import NestedChoices
 from .options import Option, options_of
 from .outline import Outline
 from .schedule import Choice, Schedule, Use, schedule
 
+SHORTEST_CHAIN = 4  # blocks; of fewer, nothing is gained by starting again
 GRID = 24  # budgets at which the linear program is solved, from the least that can be kept to what keeping everything takes
 
 
@@ -34,12 +37,14 @@ class Pick(NamedTuple):
     Attributes:
         peak_bytes: predicted by the rows, the step's inputs included.
         extra_seconds: of what runs again.
-        options: for each block, the number of its option.
+        options: for each block, the number of its option; of the nested plans, the number of the plan alone.
+        is_nested: whether it is one of those in which stretches of blocks start again from their first input.
     """
 
     peak_bytes: int
     extra_seconds: float
     options: tuple[int, ...]
+    is_nested: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,19 @@ class Relaxed:
 
     price: float
     shares: list[np.ndarray]
+
+
+class _Program(NamedTuple):
+    """A linear program in units of its own, one column for each option and then one for each block."""
+
+    seconds: np.ndarray
+    peaks: csr_array
+    equalities: csr_array
+    right: np.ndarray
+    bounds: list[tuple[float | None, None]]
+    starts: np.ndarray
+    unit: float
+    clock: float
 
 
 _KNOWN: dict[Hashable, list[Option]] = {}
@@ -93,6 +111,20 @@ class RecomputeProblem:
         self._kept = [np.array([o.kept_bytes for o in options]) for options in self.options]
         self._peaks = [np.array([(o.forward_bytes, o.peak_bytes) for o in options]) for options in self.options]
         self._seconds = [np.array([o.extra_seconds for o in options]) for options in self.options]
+
+    def realised(self, pick: Pick) -> Schedule:
+        """The order of execution of a plan."""
+        return self._nested[pick.options[0]] if pick.is_nested else self.schedule(pick.options)
+
+    @cached_property
+    def _nested(self) -> list[Schedule]:
+        """Plans in which stretches of blocks start again from their first input, by falling memory."""
+        chain = NestedChoices(self._parts, self.blocks, self._shared, self.options, self._fixed[:, 1])
+        found = [schedule(self.outline, self._with_always_kept(choice)) for choice in chain.choices()]
+        return sorted(found, key=lambda plan: -plan.peak_bytes)
+
+    def _with_always_kept(self, choice: Choice) -> Choice:
+        return replace(choice, kept=choice.kept | self.outline.always_kept | self._shared)
 
     def schedule(self, options: tuple[int, ...]) -> Schedule:
         """The step with one option for each block; of a small step, one of the exact frontier."""
@@ -148,32 +180,52 @@ class RecomputeProblem:
         """The linear program at a budget; None where it has no solution, and for small steps, which are solved otherwise."""
         if self._exact:
             return None
-        count = len(self.blocks)
-        widths = [len(options) for options in self.options]
-        starts = np.concatenate(([0], np.cumsum(widths)))
-        rows = np.zeros((count, 2, starts[-1]))
-        ones = np.zeros((count, starts[-1]))
-        for j in range(count):
-            columns = slice(starts[j], starts[j + 1])
-            rows[j, :, columns] = self._peaks[j].T
-            rows[j + 1 :, :, columns] = self._kept[j]
-            ones[j, columns] = 1
-        unit = max(float(rows.max()), 1.0)
-        clock = self.outline.seconds or 1.0
+        program = self._program
         solved = linprog(
-            np.concatenate(self._seconds) / clock,
-            A_ub=rows.reshape(2 * count, -1) / unit,
-            b_ub=(budget_bytes - self._fixed).ravel() / unit,
-            A_eq=ones,
-            b_eq=np.ones(count),
-            bounds=(0, 1),
+            program.seconds,
+            A_ub=program.peaks,
+            b_ub=(budget_bytes - self._fixed).ravel() / program.unit,
+            A_eq=program.equalities,
+            b_eq=program.right,
+            bounds=program.bounds,
             method="highs",
         )
         if solved.status != 0 or budget_bytes < self._floor:
             return None
-        price = -float(solved.ineqlin.marginals.sum()) * clock / unit
-        shares = [solved.x[starts[j] : starts[j + 1]] for j in range(count)]
-        return Relaxed(max(price, 0.0), shares)
+        price = -float(solved.ineqlin.marginals.sum()) * program.clock / program.unit
+        return Relaxed(max(price, 0.0), np.split(solved.x[: program.starts[-1]], program.starts[1:-1]))
+
+    @cached_property
+    def _program(self) -> _Program:
+        """The linear program but for the budget: shares of options, and the bytes that each block and those before it keep."""
+        count = len(self.blocks)
+        starts = np.concatenate(([0], np.cumsum([len(options) for options in self.options])))
+        columns = int(starts[-1])
+        unit = float(max(self._fixed.max(initial=1), 1) + sum(int(k.max(initial=0)) for k in self._kept))
+        clock = self.outline.seconds or 1.0
+        peaks = lil_array((2 * count, columns + count))
+        equalities = lil_array((2 * count, columns + count))
+        for j in range(count):
+            own = slice(int(starts[j]), int(starts[j + 1]))
+            for column in range(2):
+                peaks[2 * j + column, own] = self._peaks[j][:, column] / unit
+                if j:
+                    peaks[2 * j + column, columns + j - 1] = 1.0
+            equalities[j, own] = 1.0
+            equalities[count + j, own] = -self._kept[j] / unit
+            equalities[count + j, columns + j] = 1.0
+            if j:
+                equalities[count + j, columns + j - 1] = -1.0
+        return _Program(
+            np.concatenate([*self._seconds, np.zeros(count)]) / clock,
+            peaks.tocsr(),
+            equalities.tocsr(),
+            np.concatenate([np.ones(count), np.zeros(count)]),
+            [(0.0, None)] * columns + [(None, None)] * count,
+            starts,
+            unit,
+            clock,
+        )
 
     def _smallest(self, shares: list[np.ndarray]) -> list[int]:
         """For each block, of the options that have a share the one that takes least."""
@@ -220,6 +272,9 @@ class RecomputeProblem:
                 corners.append(self._pick(self._rounded(relaxed.shares, float(budget))))
         corners.append(most)
         found = set(corners)
+        if len(self.blocks) >= SHORTEST_CHAIN:
+            plain = self.outline.seconds
+            found.update(Pick(p.peak_bytes, p.seconds - plain, (i,), True) for i, p in enumerate(self._nested))
         for lower, upper in zip(corners, corners[1:], strict=False):
             found.update(self._between(lower, upper))
         ordered: list[Pick] = []

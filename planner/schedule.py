@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -36,10 +37,13 @@ class Choice:
         kept: forward storages that backward may read as forward left them. The others are freed after their last use in
             forward, and made again before their first use in backward.
         renewed: uses in backward before which a storage is made again although it was there: it is freed after the use before.
+        forgotten: for operators of backward, storages that are not there any more when it runs: freed after the use before, and
+            made again before the next.
     """
 
     kept: frozenset[int]
     renewed: frozenset[Use] = frozenset()
+    forgotten: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -50,34 +54,32 @@ class Schedule:
         outline: the step.
         runs: in execution order.
         storages: of which storage each copy is one.
+        spans: position of the run that makes each copy, and of the last that makes or reads it, where that is known.
     """
 
     outline: Outline
     runs: tuple[Run, ...]
     storages: tuple[int, ...]
+    spans: tuple[list[int], list[int]] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
         """First and last position of each copy; the last before it is overwritten, where it is."""
-        outline = self.outline
-        count = len(self.runs)
-        births, deaths = np.zeros((2, len(self.storages)), dtype=np.int64)
-        for position, run in enumerate(self.runs):
-            for copy in run.makes:
-                births[copy] = deaths[copy] = position
-                if not run.is_repeat and self.storages[copy] in outline.outputs:
-                    deaths[copy] = count
-            for copy in run.reads:
-                if deaths[copy] < position:
-                    deaths[copy] = position
-        for position, run in enumerate(self.runs):
-            over = outline.operators[run.operator].may_overwrite
+        outline, storages, runs = self.outline, self.storages, self.runs
+        births, deaths = self.spans or _spans(runs, len(storages))
+        outputs = outline.outputs
+        for copy, storage in enumerate(storages):
+            if storage in outputs and not runs[births[copy]].is_repeat:
+                deaths[copy] = len(runs)
+        operators = outline.operators
+        for position, run in enumerate(runs):
+            over = operators[run.operator].may_overwrite
             if over:
-                read = {self.storages[copy]: copy for copy in run.reads}
-                dying = next((read[s] for s in over if deaths[read[s]] == position), None)
-                if dying is not None:
-                    deaths[dying] = position - 1
-        return births, deaths
+                dying = {storages[copy]: copy for copy in run.reads if deaths[copy] == position}
+                first = next((dying[s] for s in over if s in dying), None)
+                if first is not None:
+                    deaths[first] = position - 1
+        return np.array(births, dtype=np.int64), np.array(deaths, dtype=np.int64)
 
     @property
     def _sizes(self) -> np.ndarray:
@@ -135,6 +137,16 @@ class Schedule:
         return tuple(repeats)
 
 
+def _spans(runs: tuple[Run, ...], copies: int) -> tuple[list[int], list[int]]:
+    births, deaths = [0] * copies, [0] * copies
+    for position, run in enumerate(runs):
+        for copy in run.makes:
+            births[copy] = deaths[copy] = position
+        for copy in run.reads:
+            deaths[copy] = position
+    return births, deaths
+
+
 def everything_kept(outline: Outline) -> Schedule:
     """The step without running anything again."""
     return schedule(outline, Choice(outline.always_kept.union(outline.candidates)))
@@ -143,8 +155,9 @@ def everything_kept(outline: Outline) -> Schedule:
 def schedule(outline: Outline, choice: Choice) -> Schedule:
     """The order of execution under ``choice``: what a run needs and is not there is made right before it, in order of need."""
     operators, makers, renewed = outline.operators, outline.makers, choice.renewed
-    of_forward = outline.forward_runs
-    runs, storages, current = list(of_forward[0]), list(of_forward[1]), list(of_forward[2])
+    given = outline.forward_runs
+    runs, storages, current = list(given.runs), list(given.storages), list(given.current)
+    births, deaths = list(given.births), list(given.deaths)
     for storage in outline.candidates:
         if storage not in choice.kept:
             current[storage] = -1
@@ -153,11 +166,16 @@ def schedule(outline: Outline, choice: Choice) -> Schedule:
         operator = operators[number]
         makes = operator.makes
         reads = tuple([current[s] for s in operator.reads])
+        position = len(runs)
+        for copy in reads:
+            deaths[copy] = position
         first = len(storages)
         if not makes:
             runs.append(Run(number, is_repeat, reads, (), ()))
             return
         storages.extend(makes)
+        births.extend([position] * len(makes))
+        deaths.extend([position] * len(makes))
         if len(makes) == 1 and current[makes[0]] < 0:
             current[makes[0]] = first
             runs.append(Run(number, is_repeat, reads, (first,), (0,)))
@@ -184,8 +202,13 @@ def schedule(outline: Outline, choice: Choice) -> Schedule:
                 if is_repeat:
                     run(reader, True)
 
+    forgotten: dict[int, list[int]] = defaultdict(list)
+    for number, storage in choice.forgotten:
+        forgotten[number].append(storage)
     for number in range(outline.forward, len(operators)):
+        for storage in forgotten.get(number, ()):
+            current[storage] = -1
         if renewed or not all(current[s] >= 0 for s in operators[number].reads):
             provide(number)
         run(number, False)
-    return Schedule(outline, tuple(runs), tuple(storages))
+    return Schedule(outline, tuple(runs), tuple(storages), (births, deaths))

@@ -79,7 +79,7 @@ def fastest_within(problem: RecomputeProblem, budget_bytes: int) -> Schedule:
     """
     for pick in reversed(problem.frontier):
         if pick.peak_bytes <= budget_bytes:
-            chosen = problem.schedule(pick.options)
+            chosen = problem.realised(pick)
             if chosen.peak_bytes <= budget_bytes:
                 return chosen
     least = problem.frontier[0].peak_bytes

@@ -26,6 +26,7 @@ from ..capture import (
     varying_leaves,
     warn_user,
 )
+from ..device import stands_for
 from ..errors import ConfigError, StepGraphError
 from .attributes import AttributeWatch
 from .compiled import CompiledBatch, Program
@@ -64,7 +65,7 @@ class Captures:
         self._call = call
         self._options = options
         self._state = state
-        self._device = tensors.params[0].tensor.device
+        self._device = stands_for(tensors.params[0].tensor.device)
         self._guard = ModelGuard(model, tensors)
         self._members = MembershipGuard(optimizer)
         self._companions: dict[int, AttributeWatch] = {}
@@ -151,6 +152,11 @@ class Captures:
 
     def run(self, compiled: CompiledBatch, program: Program, batch: FlatBatch) -> list[Any]:
         """The outputs of a program for a batch of its kind."""
+        if compiled.is_on_meta:
+            raise ConfigError(
+                "the model is on the meta device, which holds no values: its step can be prepared and planned, not run. Load "
+                "the model on a real device, with plan= the saved plan."
+            )
         inputs = compiled.inputs(program, batch)
         return program.executor(inputs) if compiled.has_run else self._first_run(compiled, program, inputs)
 

@@ -18,7 +18,7 @@ from ..capture import (
     garbage_collection_paused,
     update_targets,
 )
-from ..device import compiles_updates, keep_freed_memory, reads_are_cheap
+from ..device import compiles_updates, keep_freed_memory, reads_are_cheap, stands_for
 from ..graph import OutputRole, StepGraph
 from ..passes import (
     Accumulate,
@@ -134,8 +134,10 @@ class CompiledBatch:
         self.state = state
         self._params = {h.key: h.tensor for h in tensors.params}
         self._regions: CompiledRegions = {}
-        self._device = next(iter(self._params.values())).device
-        if self._device.type == "cpu":
+        device = next(iter(self._params.values())).device
+        self.is_on_meta = device.type == "meta"
+        self._device = stands_for(device)
+        if device.type == "cpu":
             keep_freed_memory()
 
     def variant(self, part: Part | None = None) -> Variant:
@@ -170,7 +172,7 @@ class CompiledBatch:
         assert self.plan is not None
         if self.plan.prediction is None:
             graph = self.variant(self.last_part).graph
-            self.plan = self._options.planning.made(graph, self._optimizer, self._device)
+            self.plan = self._options.planning.made(graph, self._optimizer, self._device, can_run=not self.is_on_meta)
         return self.plan
 
     def inputs(self, program: Program, batch: FlatBatch) -> list[Any]:
@@ -215,10 +217,12 @@ class CompiledBatch:
             )
             records = run_passes(graph, passes)
             if has_backward:
-                plan = self.plan or options.planning.plan(graph, self._optimizer, self._device)
+                plan = self.plan or options.planning.plan(
+                    graph, self._optimizer, self._device, can_run=not self.is_on_meta
+                )
                 records += apply_plan(graph, plan, uses_inductor=options.uses_inductor)
                 if self.plan is None:
-                    options.planning.check(graph)
+                    options.planning.check(graph, can_run=not self.is_on_meta)
                     self.plan = plan
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
         trained: dict[str, Tensor] = {key: self._params[key] for key in keys}

@@ -62,6 +62,7 @@ def checked_options(
     lowering: str,
     plan: Any,
     memory_budget: Any,
+    hardware: Any,
 ) -> StepOptions:
     """The options, from arguments as a user gave them.
 
@@ -106,7 +107,7 @@ def checked_options(
         accumulate=accumulate,
         is_fast=numerics == "fast",
         uses_inductor=uses_inductor,
-        planning=planning_of(plan, memory_budget),
+        planning=planning_of(plan, memory_budget, hardware),
     )
 
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..device import memory_bytes
 from ..errors import ConfigError, NotYetError, PlanError
 from ..graph import StepGraph, storage_sizes
 from ..passes import PassRecord, Recompute, run_passes
 from ..planner import (
+    SPECS,
     STRATEGIES,
+    HardwareSpec,
     Plan,
     fingerprint_of,
     load_plan,
     measured_workspaces,
     plan_step,
     simulate,
+    spec_from_json,
 )
 from .calibrated import spec_of
 
@@ -46,15 +52,22 @@ class Planning:
     Attributes:
         given: a plan to replay, or None.
         strategy: otherwise, how to make one.
+        hardware: what the clock goes by; None is this machine.
         budget_bytes: that was asked for; None is the device's memory less :data:`MARGIN`, where the strategy is ``"auto"``.
     """
 
     given: Plan | None = None
     strategy: str = "none"
     budget_bytes: int | None = None
+    hardware: HardwareSpec | None = None
 
-    def plan(self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device) -> Plan:
+    def plan(
+        self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device, *, can_run: bool = True
+    ) -> Plan:
         """The plan for a rewritten step graph on ``device``; without figures where there is nothing to decide.
+
+        Args:
+            can_run: whether operators can run here to see what they need.
 
         Raises:
             PlanError: no plan keeps to the budget.
@@ -65,22 +78,29 @@ class Planning:
             return self.given
         if self.decides_nothing(graph, device):
             return Plan(self.strategy)
-        return self.made(graph, optimizer, device)
+        return self.made(graph, optimizer, device, can_run=can_run)
 
-    def made(self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device) -> Plan:
+    def made(
+        self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device, *, can_run: bool = True
+    ) -> Plan:
         """The plan with all its figures."""
         return plan_step(
             graph,
             self.strategy,
-            spec_of(device),
+            self.hardware or spec_of(device),
             budget_bytes=self._budget(device),
-            workspace_bytes=measured_workspaces(graph),
+            workspace_bytes=self._workspaces(graph, can_run),
             optimizer=type(optimizer).__name__,
         )
 
+    def _workspaces(self, graph: StepGraph, can_run: bool) -> Callable[[fx.Node], int]:
+        """Nothing, where operators cannot run or would run on something else."""
+        return measured_workspaces(graph) if can_run and self.hardware is None else lambda node: 0
+
     def _budget(self, device: torch.device) -> int | None:
         if self.budget_bytes is None and self.strategy == "auto":
-            return int(memory_bytes(device) * (1 - MARGIN))
+            there = self.hardware.memory_bytes if self.hardware is not None else 0
+            return int((there or memory_bytes(device)) * (1 - MARGIN))
         return self.budget_bytes
 
     def decides_nothing(self, graph: StepGraph, device: torch.device) -> bool:
@@ -90,12 +110,12 @@ class Planning:
             return not graph.regions
         return self.strategy == "auto" and budget is not None and everything_bytes(graph) <= budget
 
-    def check(self, graph: StepGraph) -> None:
+    def check(self, graph: StepGraph, *, can_run: bool = True) -> None:
         """Raises :class:`PlanError` where a graph that a given plan was applied to does not keep to the budget here."""
         if self.given is None:
             return
         budget = self.budget_bytes if self.budget_bytes is not None else self.given.budget_bytes
-        peak = simulate(graph, measured_workspaces(graph)).peak().peak_bytes if budget is not None else 0
+        peak = simulate(graph, self._workspaces(graph, can_run)).peak().peak_bytes if budget is not None else 0
         if budget is not None and peak > budget:
             raise PlanError(
                 f"the plan, made elsewhere, needs {peak:,} bytes here, and the budget is {budget:,}. Plan again, with "
@@ -125,20 +145,21 @@ def everything_bytes(graph: StepGraph) -> int:
     return sum({key: size for node in graph.graph.nodes for key, size in storage_sizes(node).items()}.values())
 
 
-def planning_of(plan: Any, memory_budget: Any) -> Planning:
-    """From the arguments ``plan`` and ``memory_budget`` of a step.
+def planning_of(plan: Any, memory_budget: Any, hardware: Any = None) -> Planning:
+    """From the arguments ``plan``, ``memory_budget`` and ``hardware`` of a step.
 
     Raises:
         ConfigError: one of them makes no sense.
         NotYetError: the plan is one of those to come.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
+    spec = None if hardware is None else hardware_of(hardware)
     if isinstance(plan, Plan):
-        return Planning(plan, plan.strategy, budget)
+        return Planning(plan, plan.strategy, budget, spec)
     if not isinstance(plan, (str, PathLike)):
         raise ConfigError(f"plan must be a name, a path or a Plan, got {type(plan).__name__}")
     if plan in STRATEGIES:
-        return Planning(None, str(plan), budget)
+        return Planning(None, str(plan), budget, spec)
     if plan in _TO_COME:
         raise NotYetError(
             f"plan={plan!r} is not implemented yet; plans are {', '.join(map(repr, STRATEGIES))}, or a saved one."
@@ -148,7 +169,23 @@ def planning_of(plan: Any, memory_budget: Any) -> Planning:
             f"plan must be one of {', '.join(map(repr, STRATEGIES))}, the path of a saved plan or a Plan, got {plan!r}"
         )
     loaded = load_plan(plan)
-    return Planning(loaded, loaded.strategy, budget)
+    return Planning(loaded, loaded.strategy, budget, spec)
+
+
+def hardware_of(hardware: Any) -> HardwareSpec:
+    """From a spec, the name of one that is built in, or the path of one that was saved.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(hardware, HardwareSpec):
+        return hardware
+    if isinstance(hardware, str) and hardware in SPECS:
+        return SPECS[hardware]
+    if isinstance(hardware, (str, PathLike)) and Path(hardware).is_file():
+        return spec_from_json(Path(hardware).read_text())
+    names = ", ".join(map(repr, SPECS))
+    raise ConfigError(f"hardware must be one of {names}, the path of a spec or a HardwareSpec, got {hardware!r}")
 
 
 def parse_bytes(value: Any) -> int:

@@ -112,7 +112,7 @@ def test_local_search_is_close_to_the_best_of_all_orders(first: int, monkeypatch
         for pick in problem.frontier:
             best = least_seconds(outline, pick.peak_bytes)
             assert best is not None
-            assert problem.schedule(pick.options).peak_bytes == pick.peak_bytes
+            assert problem.realised(pick).peak_bytes == pick.peak_bytes
             ratios.append((outline.seconds + pick.extra_seconds) / best)
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(np.array(ratios) <= 1.01) >= 0.93
