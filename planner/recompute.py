@@ -28,6 +28,7 @@ from .outline import Outline
 from .schedule import Choice, Schedule, Use, schedule
 
 SHORTEST_CHAIN = 4  # blocks; of fewer, nothing is gained by starting again
+MOST_COLUMNS = 4000  # of the linear program; beyond, it looks at those options only that are cheapest at some prices
 GRID = 24  # budgets at which the linear program is solved, from the least that can be kept to what keeping everything takes
 
 
@@ -193,31 +194,47 @@ class RecomputeProblem:
         if solved.status != 0 or budget_bytes < self._floor:
             return None
         price = -float(solved.ineqlin.marginals.sum()) * program.clock / program.unit
-        return Relaxed(max(price, 0.0), np.split(solved.x[: program.starts[-1]], program.starts[1:-1]))
+        found = np.split(solved.x[: program.starts[-1]], program.starts[1:-1])
+        shares = [np.zeros(len(options)) for options in self.options]
+        for share, columns, taken in zip(shares, self._columns, found, strict=True):
+            share[columns] = taken
+        return Relaxed(max(price, 0.0), shares)
+
+    @cached_property
+    def _columns(self) -> list[np.ndarray]:
+        """For each block, the options that the linear program looks at."""
+        if sum(map(len, self.options)) <= MOST_COLUMNS:
+            return [np.arange(len(options)) for options in self.options]
+        known: dict[int, np.ndarray] = {}
+        for options, kept, peaks, seconds in zip(self.options, self._kept, self._peaks, self._seconds, strict=True):
+            if id(options) not in known:
+                known[id(options)] = _supported(seconds, np.column_stack([kept, peaks]))
+        return [known[id(options)] for options in self.options]
 
     @cached_property
     def _program(self) -> _Program:
         """The linear program but for the budget: shares of options, and the bytes that each block and those before it keep."""
         count = len(self.blocks)
-        starts = np.concatenate(([0], np.cumsum([len(options) for options in self.options])))
+        starts = np.concatenate(([0], np.cumsum([len(picked) for picked in self._columns])))
         columns = int(starts[-1])
         unit = float(max(self._fixed.max(initial=1), 1) + sum(int(k.max(initial=0)) for k in self._kept))
         clock = self.outline.seconds or 1.0
         peaks = lil_array((2 * count, columns + count))
         equalities = lil_array((2 * count, columns + count))
         for j in range(count):
-            own = slice(int(starts[j]), int(starts[j + 1]))
+            own, picked = slice(int(starts[j]), int(starts[j + 1])), self._columns[j]
             for column in range(2):
-                peaks[2 * j + column, own] = self._peaks[j][:, column] / unit
+                peaks[2 * j + column, own] = self._peaks[j][picked, column] / unit
                 if j:
                     peaks[2 * j + column, columns + j - 1] = 1.0
             equalities[j, own] = 1.0
-            equalities[count + j, own] = -self._kept[j] / unit
+            equalities[count + j, own] = -self._kept[j][picked] / unit
             equalities[count + j, columns + j] = 1.0
             if j:
                 equalities[count + j, columns + j - 1] = -1.0
         return _Program(
-            np.concatenate([*self._seconds, np.zeros(count)]) / clock,
+            np.concatenate([*(s[c] for s, c in zip(self._seconds, self._columns, strict=True)), np.zeros(count)])
+            / clock,
             peaks.tocsr(),
             equalities.tocsr(),
             np.concatenate([np.ones(count), np.zeros(count)]),
@@ -320,3 +337,21 @@ class RecomputeProblem:
         beside = outline.given_bytes + sum(outline.sizes[s] for s in made)
         points = sorted((p.kept_bytes, p.extra_seconds) for p in convex_frontier(outline))
         return float(np.interp(budget_bytes - beside, [p[0] for p in points], [p[1] for p in points]))
+
+
+def _supported(seconds: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Numbers of the options that are the cheapest at some price of each kind of bytes.
+
+    A linear program needs no others. The prices tried are powers of two and their roots, around seconds per byte.
+
+    Args:
+        seconds: of each option.
+        sizes: bytes kept, and peaks within forward and backward, of each option; shape (options, 3).
+    """
+    scale = float(np.ptp(seconds)) / max(float(np.ptp(sizes)), 1.0)
+    prices = np.concatenate(([0.0], scale * 2.0 ** np.arange(-8, 8.5, 0.5)))
+    combinations = np.array([(a, b, c) for a in prices for b in prices[::8] for c in prices])
+    cheapest = np.unique((seconds[:, None] + sizes @ combinations.T).argmin(axis=0))
+    ends = [int(seconds.argmin()), *(int(column.argmin()) for column in sizes.T)]
+    result: np.ndarray = np.union1d(cheapest, ends)
+    return result

@@ -7,6 +7,7 @@ import linecache
 import math
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -44,17 +45,26 @@ class Executor:
     Elementwise results are written over operands that nothing reads any more, where those are laid out alike.
 
     The generated function takes the list of inputs and empties it, so that no reference but the caller's keeps an input
-    alive. After a gate that is not 0, nothing runs and outputs that would have been computed there are None.
-
-    Attributes:
-        source: the generated Python.
+    alive. After a gate that is not 0, nothing runs and outputs that would have been computed there are None. It is generated
+    when it first runs.
     """
 
     def __init__(self, graph: StepGraph) -> None:
-        self.source, namespace = _generate(graph)
         self._graph = graph
         self._name = f"<stepgraph step {next(_numbers)}>"
-        self._run = _compiled(self.source, self._name, namespace)
+
+    @cached_property
+    def _generated(self) -> tuple[str, dict[str, Any]]:
+        return _generate(self._graph)
+
+    @property
+    def source(self) -> str:
+        """The generated Python."""
+        return self._generated[0]
+
+    @cached_property
+    def _run(self) -> Callable[[list[Any]], list[Any]]:
+        return _compiled(self.source, self._name, self._generated[1])
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Runs the step on ``inputs`` (one for each placeholder, emptied) and returns the outputs."""
