@@ -7,6 +7,7 @@ import json
 import runpy
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ import torch
 from ..device import require_supported
 from ..errors import ConfigError, StepGraphError
 from ..graph import Phase
+from ..planner import SPECS, Plan
 from ..runtime.calibrated import calibration_path
+from ..runtime.report import describe_plan
 from .calibrate import calibrate
 from .dump import Dump, Selection
 from .job import load_job
@@ -63,6 +66,23 @@ def _parser() -> argparse.ArgumentParser:
         "--first", action="store_true", help="the first step, which creates the optimizer's state; runs nothing"
     )
     dump.add_argument("--numerics", choices=("exact", "fast"), help="instead of the job's")
+    plan = commands.add_parser(
+        "plan",
+        help="what a training step needs in memory and time, and what to compute again within a budget",
+        description="Captures and plans a step, and runs nothing. The model may be on the meta device, and the plan "
+        "for other hardware.",
+    )
+    plan.set_defaults(run=_plan)
+    plan.add_argument("job", metavar="JOB", help=_JOB)
+    plan.add_argument(
+        "--plan", default="auto", metavar="PLAN", help="none, sqrt, auto or the file of a plan (%(default)s)"
+    )
+    plan.add_argument("--budget", metavar="BYTES", help="peak of the whole step, such as 80GB or 24GiB")
+    plan.add_argument(
+        "--hardware", metavar="NAME", help=f"{', '.join(SPECS)}, or the file of a spec; by default this machine"
+    )
+    plan.add_argument("--frontier", action="store_true", help="peaks and times of the plans beside it")
+    plan.add_argument("--save", type=Path, metavar="PATH", help="writes the plan, which plan= takes")
     calibration = commands.add_parser(
         "calibrate",
         help="measure what this machine can do, for the planner's clock",
@@ -104,6 +124,32 @@ def _dump(args: argparse.Namespace) -> int:
     selection = Selection(phase, args.module, args.around, args.radius)
     print(json.dumps(dump.records(selection), indent=1) if args.json else dump.text(selection))
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    job = load_job(args.job)
+    given = {"memory_budget": args.budget, "hardware": args.hardware}
+    step = job.compile(plan=args.plan, lowering="eager", **{k: v for k, v in given.items() if v is not None})
+    step.prepare(job.batch)
+    plan = step.plan
+    print("\n".join(describe_plan(plan, None)))
+    if args.frontier:
+        print("\n".join(_frontier(plan)))
+    if args.save is not None:
+        print(f"wrote {plan.save(args.save)}")
+    return 0
+
+
+def _frontier(plan: Plan) -> Iterator[str]:
+    """Lines: peak, time, and a bar for the time beyond the fastest."""
+    if not plan.frontier:
+        yield "no frontier: everything fits, so nothing was searched"
+        return
+    fastest = min(seconds for _, seconds in plan.frontier)
+    yield f"{'peak GB':>10} {'ms':>10}  slower"
+    for peak_bytes, seconds in plan.frontier:
+        slower = seconds / fastest - 1
+        yield f"{peak_bytes / 1e9:10.3f} {seconds * 1e3:10.1f}  {slower:6.1%} {'#' * round(100 * slower)}"
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ class HuggingFaceModel:
         inputs: shape of ``input_ids`` or ``pixel_values``.
         labels: shape of ``labels`` where it is not that of the inputs.
         dtype: of the parameters.
+        device: ``"meta"`` for models that are looked at without weights.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class HuggingFaceModel:
     inputs: tuple[int, ...] = (2, 32)
     labels: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
 
     def build(self) -> tuple[nn.Module, dict[str, Tensor]]:
         """The model in train mode, and a batch for ``model(**batch)``."""
@@ -44,7 +46,8 @@ class HuggingFaceModel:
                 "this preset is a model of Hugging Face; install transformers (pip install transformers)"
             ) from error
         config = getattr(transformers, self.config)(**self.sizes)
-        model = getattr(transformers, self.kind).from_config(config, dtype=self.dtype)
+        with torch.device(self.device):
+            model = getattr(transformers, self.kind).from_config(config, dtype=self.dtype)
         generator = torch.Generator().manual_seed(0)
         if len(self.inputs) == 4:
             images = torch.randn(self.inputs, generator=generator).to(self.dtype)
@@ -52,7 +55,7 @@ class HuggingFaceModel:
             return model.train(), {"pixel_values": images, "labels": classes}
         ids = torch.randint(3, config.vocab_size, self.inputs, generator=generator)
         labels = torch.randint(3, config.vocab_size, self.labels or self.inputs, generator=generator)
-        return model.train(), {"input_ids": ids, "labels": labels}
+        return model.train(), {"input_ids": ids.to(self.device), "labels": labels.to(self.device)}
 
 
 def _decoder(**more: Any) -> dict[str, Any]:
@@ -104,6 +107,20 @@ _HUGGING_FACE = {
         _decoder(intermediate_size=128, num_local_experts=4, num_experts_per_tok=2),
         dtype=torch.bfloat16,
     ),
+    "llama-7b": HuggingFaceModel(
+        "AutoModelForCausalLM",
+        "LlamaConfig",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 8192,
+            "use_cache": False,
+        },
+        (1, 8192),
+        dtype=torch.bfloat16,
+        device="meta",
+    ),
 }
 
 
@@ -131,10 +148,11 @@ PRESETS: dict[str, _Preset] = {
 
 
 def preset_parts(name: str) -> Parts:
-    """Model, AdamW (fused), batch and options of a preset; weights are the same at every call."""
+    """Model, AdamW (fused, where there are weights), batch and options of a preset; weights are the same at every call."""
     preset = PRESETS[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, batch = preset.make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+    kind = {"foreach": True} if next(model.parameters()).is_meta else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, **kind)  # type: ignore[arg-type]
     return model, optimizer, batch, {"max_norm": 1.0, **preset.options}
