@@ -18,8 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,lint]' -c constraints.txt
 	touch $@
 
-demo: $(STAMP)  ## train a small GPT on real text, verified against eager, in about two minutes
-	$(BIN)/python examples/train_gpt.py
+demo: $(STAMP)  ## train a small GPT on real text, verified against eager, in about two minutes; BUDGET=24MB for a memory budget
+	$(BIN)/python examples/train_gpt.py $(if $(BUDGET),--budget $(BUDGET))
 
 test: $(STAMP)  ## the tests, under 15 minutes on two cores
 	$(PYTEST) -m 'not slow'
@@ -42,7 +42,7 @@ bench: $(STAMP)  ## step time, capture time, the runtime's own time, the update,
 	$(BIN)/python benchmarks/capture_time.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/update_tail.py
-	$(BIN)/python benchmarks/recompute.py
+	for model in llama gpt2 bert t5 vit resnet; do $(BIN)/python benchmarks/recompute.py --model $$model; done
 	$(BIN)/python benchmarks/precision.py
 
 gpu-check: $(STAMP)  ## what only a GPU can show, in at most six minutes; writes docs/gpu.md

@@ -1,8 +1,9 @@
 """Time against peak: plans at several budgets, beside what else there is to save activation memory.
 
-A Llama-shaped model of 12 layers, hidden size 256, four sequences of 256 tokens, fused AdamW. Beside it, in the same rounds:
-eager; eager with ``torch.utils.checkpoint`` around each layer; ``torch.compile`` with ``activation_memory_budget`` and no
-compiler behind the partitioner. Peaks are the allocator's, of a whole step, above parameters and optimizer state.
+A Llama-shaped model of 12 layers, hidden size 256, four sequences of 256 tokens, fused AdamW; others with ``--model``. Beside
+it, in the same rounds: eager; eager with ``torch.utils.checkpoint`` around each layer; ``torch.compile`` with
+``activation_memory_budget`` and no compiler behind the partitioner. Peaks are the allocator's, of a whole step, above
+parameters and optimizer state.
 """
 
 from __future__ import annotations
@@ -25,23 +26,69 @@ Call = Callable[[], Any]
 Batch = dict[str, Tensor]
 
 
-def build(layers: int = 12, hidden: int = 256, tokens: int = 256) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
-    """The same weights at every call, a fused AdamW, and a batch of four sequences."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _text(model: Any, tokens: int, vocabulary: int) -> Batch:
+    ids = torch.randint(0, vocabulary, (4, tokens))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _images(size: int, count: int) -> Batch:
+    return {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.randint(0, 10, (count,))}
+
+
+def _models(layers: int, hidden: int) -> dict[str, Callable[[Any], tuple[nn.Module, Batch]]]:
+    """By name: from the transformers library to a model in train mode and a batch."""
+    wide = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 4 * hidden,
+    }
+
+    def causal(t: Any, config: Any) -> tuple[nn.Module, Batch]:
+        return t.AutoModelForCausalLM.from_config(config).train(), _text(config, 256, config.vocab_size)
+
+    return {
+        "llama": lambda t: causal(
+            t, t.LlamaConfig(**wide, num_key_value_heads=4, vocab_size=1000, use_cache=False)
+        ),
+        "gpt2": lambda t: causal(
+            t, t.GPT2Config(n_embd=hidden, n_layer=layers, n_head=4, vocab_size=1000, use_cache=False)
+        ),
+        "bert": lambda t: (t.BertForMaskedLM(t.BertConfig(**wide, vocab_size=1000)).train(), _text(t, 256, 1000)),
+        "t5": lambda t: (
+            t.T5ForConditionalGeneration(
+                t.T5Config(
+                    d_model=hidden, num_layers=layers // 2, num_heads=4, d_kv=hidden // 4, d_ff=4 * hidden, vocab_size=1000,
+                    use_cache=False, decoder_start_token_id=0,
+                )
+            ).train(),
+            _text(t, 128, 1000),
+        ),
+        "vit": lambda t: (
+            t.ViTForImageClassification(t.ViTConfig(**wide, image_size=64, patch_size=8, num_labels=10)).train(),
+            _images(64, 16),
+        ),
+        "resnet": lambda t: (
+            t.ResNetForImageClassification(
+                t.ResNetConfig(
+                    embedding_size=32, hidden_sizes=[64, 128, 256], depths=[3, 4, 3], layer_type="basic", num_labels=10
+                )
+            ).train(),
+            _images(64, 16),
+        ),
+    }  # fmt: skip
+
+
+MODELS = tuple(_models(2, 32))
+
+
+def build(name: str = "llama", layers: int = 12, hidden: int = 256) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+    """The same weights at every call, a fused AdamW, and a batch."""
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=1000,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).train()
-    ids = torch.randint(0, 1000, (4, tokens))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), {"input_ids": ids, "labels": ids.clone()}
+    model, batch = _models(layers, hidden)[name](transformers)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), batch
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Call:
@@ -55,7 +102,7 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Ca
     return run
 
 
-def eager(checkpoints: bool = False, **sizes: int) -> Call:
+def eager(checkpoints: bool = False, **sizes: Any) -> Call:
     """Eager, with or without a checkpoint around each layer."""
     model, optimizer, batch = build(**sizes)
     if checkpoints:
@@ -63,7 +110,7 @@ def eager(checkpoints: bool = False, **sizes: int) -> Call:
     return loop(model, optimizer, batch)
 
 
-def partitioned(budget: float, **sizes: int) -> Call:
+def partitioned(budget: float, **sizes: Any) -> Call:
     """``activation_memory_budget``, the operators as eager runs them."""
     import torch._functorch.config as functorch_config
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -78,41 +125,62 @@ def partitioned(budget: float, **sizes: int) -> Call:
     return run
 
 
-def planned(plan: str, megabytes: float | None, **sizes: int) -> tuple[Call, sg.TrainStep]:
+def planned(plan: str, megabytes: float | None, **sizes: Any) -> tuple[Call, sg.TrainStep]:
     """A compiled step at a budget above parameters and optimizer state."""
     model, optimizer, batch = build(**sizes)
-    held = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-    budget = None if megabytes is None else int(held + megabytes * 1e6)
+    budget = None if megabytes is None else int(held_bytes(model) + megabytes * 1e6)
     step = sg.compile_train_step(model, optimizer, plan, memory_budget=budget)
     step.prepare(batch)
     return (lambda: step(batch)), step
 
 
-def candidates(budgets: list[float], shares: list[float], **sizes: int) -> Iterator[tuple[str, Call, float | None]]:
-    """Names, calls and predicted peaks in MB, which only plans have."""
-    yield "eager", eager(**sizes), None
-    yield "eager, checkpoint each layer", eager(checkpoints=True, **sizes), None
-    for share in shares:
-        yield f"activation_memory_budget {share:g}", partitioned(share, **sizes), None
+def peers(shares: list[float], **sizes: Any) -> Iterator[tuple[str, Call]]:
+    """What else there is, by name. Not every model can be checkpointed or compiled."""
+    yield "eager", eager(**sizes)
+    ways = {"eager, checkpoint each layer": lambda: eager(checkpoints=True, **sizes)}
+    ways |= {f"activation_memory_budget {s:g}": lambda s=s: partitioned(s, **sizes) for s in shares}
+    for name, make in ways.items():
+        try:
+            yield name, make()
+        except Exception as error:
+            print(f"{name} does not run on this model: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Parameters and their optimizer state."""
+    return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def plans(budgets: list[float], **sizes: Any) -> Iterator[tuple[str, Call, float]]:
+    """Names, calls and predicted peaks in MB."""
     for plan, megabytes in [("none", None), ("sqrt", None), *[("auto", b) for b in budgets]]:
-        call, step = planned(plan, megabytes, **sizes)
-        held = 3 * sum(p.numel() * p.element_size() for p in step.model.parameters())
+        try:
+            call, step = planned(plan, megabytes, **sizes)
+        except sg.PlanError as error:
+            print(f"no plan at {megabytes:g} MB: {error}")
+            continue
         assert step.plan.prediction is not None
         name = f'plan="{plan}"' + ("" if megabytes is None else f" at {megabytes:g} MB")
-        yield name, call, (step.plan.prediction.peak_bytes - held) / 1e6
+        yield name, call, (step.plan.prediction.peak_bytes - held_bytes(step.model)) / 1e6
 
 
-def run(rounds: int, budgets: list[float], shares: list[float], **sizes: int) -> dict[str, Any]:
+def run(rounds: int, budgets: list[float], shares: list[float], **sizes: Any) -> dict[str, Any]:
     """Measures, prints the table and returns what is written."""
     calls: dict[str, Call] = {}
     predicted: dict[str, float | None] = {}
     peaks: dict[str, float] = {}
-    for name, call, megabytes in candidates(budgets, shares, **sizes):
+
+    def add(name: str, call: Call, megabytes: float | None = None) -> None:
         call()
         call()
         peaks[name] = allocation_peak(call, torch.device("cpu"))[1] / 1e6
         calls[name], predicted[name] = call, megabytes
         print(f"{name} is ready: {peaks[name]:.1f} MB", flush=True)
+
+    for name, call in peers(shares, **sizes):
+        add(name, call)
+    for name, call, megabytes in plans(budgets or sorted({round(p, 1) for p in peaks.values()})[:-1], **sizes):
+        add(name, call, megabytes)
     times = measure(calls, rounds=rounds)
     rows = []
     for name in calls:
@@ -168,8 +236,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
-        "--budgets", type=float, nargs="*", default=[*BARS, LEAST_MB], help="MB above parameters and state"
+        "--budgets",
+        type=float,
+        nargs="*",
+        help="MB above parameters and state; by default the peaks of what else there is",
     )
+    parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument(
         "--shares", type=float, nargs="*", default=[1.0, 0.5, 0.1, 0.0], help="activation_memory_budget"
     )
@@ -177,9 +249,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    results = run(arguments.rounds, arguments.budgets, arguments.shares, layers=arguments.layers)
-    print(f"wrote {write('recompute', results)}")
-    draw(results, RESULTS / "recompute.png")
+    budgets = arguments.budgets or ([*BARS, LEAST_MB] if arguments.model == "llama" else [])
+    results = run(arguments.rounds, budgets, arguments.shares, name=arguments.model, layers=arguments.layers)
+    file = f"recompute-{arguments.model}"
+    print(f"wrote {write(file, results)}")
+    draw(results, RESULTS / f"{file}.png")
 
 
 if __name__ == "__main__":

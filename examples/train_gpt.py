@@ -2,6 +2,7 @@
 
 python examples/train_gpt.py            # the compiled step, verified against eager first
 python examples/train_gpt.py --eager    # the plain PyTorch loop: the same weights, bit for bit
+python examples/train_gpt.py --budget 24MB   # within a memory budget: the same weights again
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 # ---- the training step, compiled and plain ---------------------------------------------------------------------------
 
 
-def compiled_step(model: GPT, optimizer: torch.optim.Optimizer, numerics: str) -> Any:
-    """Forward, backward, norm, clip and update as one graph."""
+def compiled_step(model: GPT, optimizer: torch.optim.Optimizer, numerics: str, budget: str | None) -> Any:
+    """Forward, backward, norm, clip and update as one graph, planned to keep to a budget where there is one."""
     import stepgraph as sg
 
-    return sg.compile_train_step(model, optimizer, loss_fn=loss_fn, max_norm=MAX_NORM, numerics=numerics)
+    return sg.compile_train_step(
+        model, optimizer, plan="auto", memory_budget=budget, loss_fn=loss_fn, max_norm=MAX_NORM, numerics=numerics
+    )
 
 
 class EagerResult(NamedTuple):
@@ -220,7 +223,8 @@ def train(
             for number in range(1, args.steps + 1):
                 began = time.perf_counter()
                 lr = scheduler.get_last_lr()[0]
-                result = step(corpus.batch(number))
+                call = getattr(step, "measure", step) if number == args.steps else step
+                result = call(corpus.batch(number))
                 if result.applied:
                     scheduler.step()
                 now = args.batch * args.context / (time.perf_counter() - began)
@@ -333,6 +337,14 @@ def print_table(title: str, lines: dict[str, str]) -> None:
     console.print()
 
 
+def print_plan(step: Any) -> None:
+    """What the step needs in memory and time, predicted and measured in the last step, and what it computes again."""
+    console.print("[bold]Plan[/]")
+    for line in step.report().partition("captures:")[0].splitlines():
+        console.print(Text("  " + line), soft_wrap=True)
+    console.print()
+
+
 def print_op_counts(step: Any) -> None:
     """How many operators the graph of one training step holds."""
     counts = step.graph.op_counts_by_phase()
@@ -362,6 +374,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's own documentation.")
     parser.add_argument("--eager", action="store_true", help="the plain PyTorch loop instead of the compiled step")
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="fast: compiled by Inductor")
+    parser.add_argument("--budget", metavar="BYTES", help="memory for everything, such as 24MB")
     parser.add_argument("--no-verify", action="store_true", help="do not compare the first step with eager")
     parser.add_argument("--steps", type=int, default=500, help="training steps (%(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a batch (%(default)s)")
@@ -400,6 +413,19 @@ def verify_first_step(step: Any, batch: Batch) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.eager:
+        return run(args)
+    from stepgraph import StepGraphError
+
+    try:
+        return run(args)
+    except StepGraphError as error:  # a budget that makes no sense, or that no plan keeps to
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, and prints and writes what came of it."""
     try:
         corpus = Corpus(read_text(args.text), context=args.context, batch_size=args.batch, seed=args.seed)
     except TextError as error:
@@ -416,7 +442,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"byte-level GPT, {millions:.2f} M parameters, {'eager' if args.eager else 'compiled'} step")
     console.print(f"{source}: {len(corpus.train):,} bytes to learn, {len(corpus.held_out):,} held out", markup=False)
 
-    step = eager_step(model, optimizer) if args.eager else compiled_step(model, optimizer, args.numerics)
+    step = eager_step(model, optimizer) if args.eager else compiled_step(model, optimizer, args.numerics, args.budget)
     if not args.eager and not args.no_verify and not verify_first_step(step, corpus.batch(1)):
         console.print("stopped: the graph differs from eager (--no-verify trains all the same)")
         return 1
@@ -434,6 +460,7 @@ def main(argv: list[str] | None = None) -> int:
     print_sample(model, corpus.prompt, args.seed)
     print_losses(args, model, corpus, history, seconds)
     if not args.eager:
+        print_plan(step)
         print_op_counts(step)
     if args.save_weights:
         args.save_weights.parent.mkdir(parents=True, exist_ok=True)

@@ -152,6 +152,50 @@ _define("pack(Scalar[] numbers, ScalarType dtype) -> Tensor", pack, _fake_pack)
 _define("reciprocals(Tensor numbers) -> Tensor", torch.reciprocal, torch.empty_like)
 
 
+# Eight bytes of 0 or 1, as one integer, times _GATHER have their lowest bits in the highest byte; a byte times _SPREAD is in
+# all eight, of which _PICK leaves another bit in each. (Little-endian, as every machine that torch runs on.)
+_GATHER, _SPREAD, _PICK = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - 2**64
+_CARRY = 0x7F7F7F7F7F7F7F7F
+
+
+def pack_bits(values: Tensor) -> Tensor:
+    """Zeros and ones, one bit each, in the order in which they lie in memory.
+
+    Args:
+        values: of any dtype and shape; dense.
+
+    Returns:
+        uint8, 1-dim: an eighth of the elements, rounded up.
+    """
+    flat = values.as_strided((values.numel(),), (1,))
+    ones = torch.zeros(-(-flat.numel() // 8) * 8, dtype=torch.bool, device=values.device)
+    ones[: flat.numel()] = flat
+    return ((ones.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
+    """What :func:`pack_bits` was given, with that size, stride and dtype."""
+    spread = ((packed.to(torch.int64).mul_(_SPREAD).bitwise_and_(_PICK).add_(_CARRY)) >> 7).bitwise_and_(_SPREAD)
+    result = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+    count = result.numel()
+    result.as_strided((count,), (1,)).copy_(spread.view(torch.uint8)[:count])
+    return result
+
+
+def _fake_pack_bits(values: Tensor) -> Tensor:
+    return torch.empty(-(-values.numel() // 8), dtype=torch.uint8, device=values.device)
+
+
+def _fake_unpack_bits(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+
+
+_define("pack_bits(Tensor values) -> Tensor", pack_bits, _fake_pack_bits)
+_define(
+    "unpack_bits(Tensor packed, int[] size, int[] stride, ScalarType dtype) -> Tensor", unpack_bits, _fake_unpack_bits
+)
+
+
 # torch's fused optimizer kernels take Python floats, which specialises a symbolic hyperparameter to its value. Each twin
 # takes the same arguments as `Scalar`, which stays symbolic, and calls torch's kernel when it runs. A second twin of each also
 # takes what torch's kernels take from a GradScaler, 0-dim float32 each: a number to divide gradients by, after which torch's

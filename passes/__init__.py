@@ -4,6 +4,7 @@ from .accumulate import Accumulate as Accumulate
 from .accumulate import flush_graph as flush_graph
 from .base import Pass as Pass
 from .base import PassResult as PassResult
+from .compact_masks import CompactMasks as CompactMasks
 from .fold import can_fold as can_fold
 from .pipeline import PASSES as PASSES
 from .pipeline import PassRecord as PassRecord

@@ -18,6 +18,7 @@ from .base import Pass, PassResult
 from .clean import Clean
 from .clip import Clip
 from .clip_value import ClipValue
+from .compact_masks import CompactMasks
 from .fold import Fold
 from .fp32_gradients import Fp32Gradients
 from .grad_norm import GradNorm
@@ -32,7 +33,7 @@ from .update import Update
 
 _ALL: tuple[type[Pass], ...] = (
     ScaleLoss, Clean, Fp32Gradients, Accumulate, SpareBackward, Unscale, Average, GradNorm, Clip, ClipValue, Skip, Update,
-    SkipOnDevice, HostScalars, Fold, Recompute,
+    SkipOnDevice, HostScalars, Fold, CompactMasks, Recompute,
 )  # fmt: skip
 PASSES: dict[str, type[Pass]] = {p.name: p for p in _ALL}
 

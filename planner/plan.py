@@ -77,6 +77,7 @@ class Plan:
         strategy: ``"none"``, ``"sqrt"`` or ``"auto"``.
         fingerprint: of the step that it was made for, by part: parameters, batch, optimizer.
         budget_bytes: that it was made to keep; None where there was none.
+        compacts_masks: whether dropout masks are kept as one bit an element.
         repeats: what runs again, in execution order.
         decisions: for each result of forward that backward reads, in order.
         prediction: what it was predicted to need.
@@ -90,6 +91,7 @@ class Plan:
     strategy: str = "none"
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     budget_bytes: int | None = None
+    compacts_masks: bool = False
     repeats: tuple[Repeat, ...] = ()
     decisions: tuple[Decision, ...] = ()
     prediction: Prediction | None = None
@@ -202,6 +204,7 @@ _READERS: dict[Any, dict[str, Any]] = {
         "strategy": _of(str),
         "fingerprint": _mapping_of(_of(str)),
         "budget_bytes": lambda v: None if v is None else _of(int)(v),
+        "compacts_masks": _of(bool),
         "repeats": _list_of(lambda v: _read(Repeat, v)),
         "decisions": _list_of(lambda v: _read(Decision, v)),
         "prediction": lambda v: None if v is None else _read(Prediction, v),

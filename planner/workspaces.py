@@ -40,7 +40,13 @@ def _is_measurable(node: fx.Node) -> bool:
     if node.meta["phase"] not in CAPTURED_PHASES or not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
         return False
     effects = effects_of(node)
-    if effects.random or effects.opaque or effects.collective or effects.control or node.target.namespace != "aten":
+    if (
+        effects.random
+        or effects.opaque
+        or effects.collective
+        or effects.control
+        or node.target.namespace not in ("aten", "stepgraph")
+    ):
         return False
     values = [n.meta["val"] for n in (node, *node.all_input_nodes)]
     return all(isinstance(v, Tensor) for v in values[1:]) and not any(

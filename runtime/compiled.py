@@ -217,9 +217,11 @@ class CompiledBatch:
             )
             records = run_passes(graph, passes)
             if has_backward:
-                plan = self.plan or options.planning.plan(
-                    graph, self._optimizer, self._device, can_run=not self.is_on_meta
-                )
+                plan = self.plan
+                if plan is None:
+                    can_run = not self.is_on_meta
+                    plan, compacted = options.planning.plan(graph, self._optimizer, self._device, can_run=can_run)
+                    records += compacted
                 records += apply_plan(graph, plan, uses_inductor=options.uses_inductor)
                 if self.plan is None:
                     options.planning.check(graph, can_run=not self.is_on_meta)

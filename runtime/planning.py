@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import fx
 from ..device import memory_bytes
 from ..errors import ConfigError, NotYetError, PlanError
 from ..graph import StepGraph, storage_sizes
-from ..passes import PassRecord, Recompute, run_passes
+from ..passes import CompactMasks, PassRecord, Recompute, run_passes
 from ..planner import (
     SPECS,
     STRATEGIES,
@@ -63,8 +63,10 @@ class Planning:
 
     def plan(
         self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device, *, can_run: bool = True
-    ) -> Plan:
+    ) -> tuple[Plan, list[PassRecord]]:
         """The plan for a rewritten step graph on ``device``; without figures where there is nothing to decide.
+
+        Where a budget binds, dropout masks are compacted first, since what the plan may drop depends on it.
 
         Args:
             can_run: whether operators can run here to see what they need.
@@ -75,10 +77,15 @@ class Planning:
         """
         if self.given is not None:
             self.given.check(fingerprint_of(graph, type(optimizer).__name__))
-            return self.given
+            return self.given, []
         if self.decides_nothing(graph, device):
-            return Plan(self.strategy)
-        return self.made(graph, optimizer, device, can_run=can_run)
+            return Plan(self.strategy), []
+        records = []
+        budget = self._budget(device)
+        if self.strategy == "auto" and budget is not None and self._peak(graph, can_run) > budget:
+            records = run_passes(graph, [CompactMasks()])
+        plan = self.made(graph, optimizer, device, can_run=can_run)
+        return replace(plan, compacts_masks=any(record.result.changed for record in records)), records
 
     def made(
         self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device, *, can_run: bool = True
@@ -92,6 +99,9 @@ class Planning:
             workspace_bytes=self._workspaces(graph, can_run),
             optimizer=type(optimizer).__name__,
         )
+
+    def _peak(self, graph: StepGraph, can_run: bool) -> int:
+        return simulate(graph, self._workspaces(graph, can_run)).peak().peak_bytes
 
     def _workspaces(self, graph: StepGraph, can_run: bool) -> Callable[[fx.Node], int]:
         """Nothing, where operators cannot run or would run on something else."""
@@ -115,7 +125,7 @@ class Planning:
         if self.given is None:
             return
         budget = self.budget_bytes if self.budget_bytes is not None else self.given.budget_bytes
-        peak = simulate(graph, self._workspaces(graph, can_run)).peak().peak_bytes if budget is not None else 0
+        peak = self._peak(graph, can_run) if budget is not None else 0
         if budget is not None and peak > budget:
             raise PlanError(
                 f"the plan, made elsewhere, needs {peak:,} bytes here, and the budget is {budget:,}. Plan again, with "
@@ -130,14 +140,14 @@ def apply_plan(graph: StepGraph, plan: Plan, *, uses_inductor: bool) -> list[Pas
     Raises:
         NotYetError: it recomputes, and forward and backward are compiled as one.
     """
-    if not plan.repeats:
+    if not plan.repeats and not plan.compacts_masks:
         return []
     if uses_inductor:
         raise NotYetError(
             'recomputing with lowering="inductor" is not implemented yet: the compiler would undo the plan. Use '
             'lowering="eager", or plan="none" without a memory_budget.'
         )
-    return run_passes(graph, [Recompute(plan)])
+    return run_passes(graph, [*([CompactMasks()] if plan.compacts_masks else []), Recompute(plan)])
 
 
 def everything_bytes(graph: StepGraph) -> int:
