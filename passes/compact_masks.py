@@ -17,10 +17,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class CompactMasks(Pass):
-    """Keeps for backward what each dropout drew, a bit each, and computes the scaled mask from that before its first use there.
+    """Keeps what each dropout drew, a bit each, and reads masks that are computed from that.
 
-    On the CPU a dropout draws zeros and ones in the input's dtype and divides them by the probability to keep; backward reads
-    the result. Draws are never made again, so that result would stay. From the bits it comes out as it was.
+    On the CPU a dropout draws zeros and ones in the input's dtype and divides them by the probability to keep. Draws and writes
+    are never made again, so the result would stay, and so would all that reads it. The mask from the bits is the same, and can
+    be made again, with what reads it. The division in place stays where it is, as every write of the captured program does.
     """
 
     name: ClassVar[str] = "compact_masks"
@@ -28,24 +29,24 @@ class CompactMasks(Pass):
     optional: ClassVar[bool] = True
 
     def run(self, graph: StepGraph) -> PassResult:
-        position = {node: i for i, node in enumerate(graph.calls)}
         found = list(_masks(graph))
         for drawn, scaled in found:
             value = drawn.meta["val"]
+            layout = (list(value.shape), list(value.stride()), value.dtype)
+            readers = list(scaled.users)
             with graph.graph.inserting_before(scaled):
-                bits = _add(graph, scaled, torch.ops.stepgraph.pack_bits.default, (drawn,), Phase.FORWARD)
-            later = sorted(_backward_readers(scaled), key=position.__getitem__)
-            with graph.graph.inserting_before(later[0]):
-                layout = (list(value.shape), list(value.stride()), value.dtype)
-                again = _add(graph, scaled, torch.ops.stepgraph.unpack_bits.default, (bits, *layout), Phase.BACKWARD)
-                mask = _add(graph, scaled, aten.div.Scalar, (again, *scaled.args[1:]), Phase.BACKWARD)
-            for reader in later:
+                bits = _add(graph, scaled, torch.ops.stepgraph.pack_bits.default, (drawn,))
+            with graph.graph.inserting_after(scaled):
+                again = _add(graph, scaled, torch.ops.stepgraph.unpack_bits.default, (bits, *layout))
+            with graph.graph.inserting_after(again):
+                mask = _add(graph, scaled, aten.div.Scalar, (again, *scaled.args[1:]))
+            for reader in readers:
                 reader.replace_input_with(scaled, mask)
         return PassResult(bool(found), {"masks": len(found)}, {"masks": len(found)})
 
 
 def _masks(graph: StepGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Draws of zeros and ones into memory of their own, each with the division in place that backward reads."""
+    """Draws of zeros and ones into memory of their own, each with the division in place that reads it."""
     for drawn in graph.calls:
         if drawn.target is not aten.bernoulli_.float or drawn.meta["phase"] is not Phase.FORWARD:
             continue
@@ -60,19 +61,17 @@ def _masks(graph: StepGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
             and scaled.target is aten.div_.Scalar
             and scaled.args[0] is drawn
             and _is_dense(drawn.meta["val"])
-            and _backward_readers(scaled)
+            and scaled.users
+            and graph.output_node not in scaled.users
             and not any(is_view(user) for user in scaled.users)
         ):
             yield drawn, scaled
 
 
-def _backward_readers(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.op == "call_function" and user.meta["phase"] is Phase.BACKWARD]
-
-
-def _add(graph: StepGraph, like: fx.Node, target: object, args: tuple[object, ...], phase: Phase) -> fx.Node:
-    node = graph.add_call(target, args, {}, module=like.meta["key"].module, phase=phase)
-    node.meta["source"] = like.meta["source"]
+def _add(graph: StepGraph, like: fx.Node, target: object, args: tuple[object, ...]) -> fx.Node:
+    node = graph.add_call(target, args, {}, module=like.meta["key"].module, phase=Phase.FORWARD)
+    for name in ("grad_mode", "source", "region"):
+        node.meta[name] = like.meta[name]
     return node
 
 

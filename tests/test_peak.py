@@ -69,3 +69,51 @@ def test_peak_is_as_predicted_and_numbers_are_those_of_eager(name: str) -> None:
     entry = zoo.ZOO[name]
     least, middle, high = _budgets(entry)
     _check(entry, [("none", None), ("sqrt", None), ("auto", least), ("auto", middle), ("auto", high)])
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("adamw_fused", {"precision": "bf16"}),
+    "fp16": ("adamw_fused", {"precision": "fp16"}),
+    "for-loop": ("adamw_forloop", {}),
+    "foreach": ("adamw_foreach", {}),
+    "momentum": ("sgd_momentum", {"clip_value": 0.1}),
+    "window": ("adamw_fused", {"accumulate": 2}),
+    "spared backward": ("sgd", {"spare_backward": True}),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.case("B55", "B56")
+def test_peaks_in_other_precisions_with_other_optimizers_and_windows(name: str, other: str) -> None:
+    """A budget halfway: kept, as predicted, with the bits of the plan that computes nothing again."""
+    entry, (optimizer, options) = zoo.ZOO[name], OTHERS[other]
+
+    def compiled(plan: str, budget: int | None = None) -> sg.TrainStep:
+        model = oracle.twin(entry.build)[1]
+        return sg.compile_train_step(
+            model, oracle.OPTIMIZERS[optimizer](model.parameters()), plan, memory_budget=budget, **options
+        )
+
+    with pytest.raises(sg.PlanError) as error:
+        compiled("auto", 1).prepare(entry.batch())
+    plain = compiled("none")
+    plain.prepare(entry.batch())
+    budget = (error.value.least_bytes + plain.plan.prediction.peak_bytes) // 2
+    step = compiled("auto", budget)
+    peaks = []
+    for seed in range(6):
+        batch = entry.batch(seed)
+        with fixtures.seeded(seed):
+            expected = plain(batch)
+        with fixtures.seeded(seed):
+            result, peak = peak_of_step(step, batch)
+        peaks.append(peak)
+        assert torch.equal(result.loss, expected.loss)
+        assert result.applied == expected.applied
+    for a, b in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert step.plan.repeats
+    settled = max(peaks[2:])
+    assert settled == pytest.approx(step.plan.prediction.peak_bytes, rel=1e-3)
+    assert settled <= budget + 512, "numbers of the step itself, such as its norm"
