@@ -7,6 +7,7 @@ same layouts, wired alike, in forward and in backward.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
@@ -131,7 +132,7 @@ def _crossing_bytes(outline: Outline) -> list[int]:
 
 
 def _with_backward(outline: Outline, stretches: list[range]) -> list[Block]:
-    """Gives each stretch the backward from its first reading of the stretch's inner storages to the next stretch's."""
+    """Gives each stretch the backward from where its inner storages begin to be read to where the one before begins."""
     number_of = {i: n for n, stretch in enumerate(stretches) for i in stretch}
     inner: dict[int, int] = {}
     for i, op in enumerate(outline.operators[: outline.forward]):
@@ -139,11 +140,19 @@ def _with_backward(outline: Outline, stretches: list[range]) -> list[Block]:
         for storage in op.reads:
             if inner.get(storage) != number_of[i]:
                 inner.pop(storage, None)  # crosses a boundary
-    starts: dict[int, int] = {}
+    first_reads: dict[int, int] = {}
     for i in range(outline.forward, outline.backward):
         for storage in outline.operators[i].reads:
             if storage in inner:
-                starts.setdefault(inner[storage], i)
+                first_reads.setdefault(storage, i)
+    reads: dict[int, list[int]] = defaultdict(list)
+    for storage, position in first_reads.items():
+        reads[inner[storage]].append(position)
+    starts: dict[int, int] = {}
+    later: list[int] = []
+    for number in sorted(reads, reverse=True):
+        starts[number] = _first_of(reads[number], later)
+        later = reads[number]
     blocks: list[Block] = []
     end, first = outline.backward, stretches[0].start if stretches else 0
     for number, stretch in enumerate(stretches):
@@ -156,6 +165,19 @@ def _with_backward(outline: Outline, stretches: list[range]) -> list[Block]:
         blocks.append(Block(range(first, stretch.stop), range(start, end)))
         end, first = start, stretch.stop
     return blocks
+
+
+def _first_of(own: list[int], later: list[int]) -> int:
+    """Where the backward of a stretch begins, which comes after that of the ``later`` stretch.
+
+    Most of what a stretch keeps is read in its own backward, but a mask that all stretches share the gradient of may be read
+    long before. The place is the one that puts the fewest readings on the wrong side of it.
+
+    Args:
+        own: positions at which what the stretch made is first read.
+        later: the same of the stretch behind it.
+    """
+    return min(sorted(own), key=lambda t: sum(i >= t for i in later) + sum(i < t for i in own))
 
 
 def part_of(outline: Outline, block: Block, shared: frozenset[int]) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -192,3 +193,16 @@ def test_uniform_checkpoints_are_root_l_apart() -> None:
 def test_live_bytes_of_known_intervals() -> None:
     births, deaths, sizes = np.array([0, 0, 2]), np.array([1, 9, 2]), np.array([4, 2, 1])
     assert live_bytes(births, deaths, sizes, 4).tolist() == [6, 6, 3, 2]
+
+
+def test_blocks_are_found_where_a_result_is_read_long_before_its_own_backward() -> None:
+    """As T5's decoder has it: a mask of the first block, which the backward of the last one reads too."""
+    plain = chain(10, inner=4)
+    operators = list(plain.operators)
+    early = operators[1].makes[0]  # made in the first block, read in its backward
+    first_of_last = plain.forward + 1
+    operators[first_of_last] = dataclasses.replace(
+        operators[first_of_last], reads=(*operators[first_of_last].reads, early)
+    )
+    outline = dataclasses.replace(plain, operators=tuple(operators))
+    assert len(find_blocks(outline)) == len(find_blocks(plain))
