@@ -37,12 +37,14 @@ format: $(STAMP)  ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## step time, capture time, the runtime's own time, the update, plans against peaks, 16-bit precision; an hour on a quiet machine
+bench: $(STAMP)  ## step time, capture time, the runtime's own time, the update, plans against peaks, the planner's clock, 16-bit precision; an hour on a quiet machine
 	$(BIN)/python benchmarks/call_overhead.py
 	$(BIN)/python benchmarks/capture_time.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/update_tail.py
 	for model in llama gpt2 bert t5 vit resnet; do $(BIN)/python benchmarks/recompute.py --model $$model; done
+	$(BIN)/stepgraph calibrate --threads 1
+	$(BIN)/python benchmarks/clock.py
 	$(BIN)/python benchmarks/precision.py
 
 gpu-check: $(STAMP)  ## what only a GPU can show, in at most six minutes; writes docs/gpu.md

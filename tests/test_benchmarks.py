@@ -130,6 +130,19 @@ def test_recompute_prints_peaks_beside_times(load, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+def test_clock_compares_what_it_says(load, capsys) -> None:
+    load("harness")
+    load("recompute")
+    clock = load("clock")
+    clock.CALLS = 1
+    found = clock.compared(clock.steps_of_models(["llama"], 2, 32), 1)
+    assert all(predicted > 0 and measured > 0 for predicted, measured in found.values())
+    plans = clock.plans_of("llama", 4, 64, 3)
+    assert len({step.plan.prediction.peak_bytes for step, _ in plans.values()}) == 3
+    assert "llama, 2 layers of 32" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 @pytest.mark.feature("AMP-23")
 def test_precision_table_has_a_row_for_each_precision(load, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(load("harness"), "control_seconds", lambda: 1.0)
