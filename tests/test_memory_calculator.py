@@ -117,9 +117,8 @@ def test_activations_of_a_layer() -> None:
     square = HEADS * TOKENS**2 * 2
     assert sizes.count(square) == 1, "4.3 GB, without FlashAttention"
     assert square == pytest.approx(4.3 * GB, rel=0.01)
-    assert sum(sizes) - square == pytest.approx(1.2 * GB, rel=0.25), (
-        "the linear part: about 1 GB, norms in fp32 included"
-    )
+    linear = (sum(sizes) - square) / (TOKENS * HIDDEN * 2)
+    assert 10 < linear < 23, "10 to 20 times b s h, and two norms in fp32"
     assert sum(sizes) > 5 * GB
     step, inputs = _step(2, plan="none", loss_fn=_with_fused_attention)
     step.prepare(inputs)
