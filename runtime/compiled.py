@@ -136,7 +136,7 @@ class CompiledBatch:
         self._regions: CompiledRegions = {}
         device = next(iter(self._params.values())).device
         self.is_on_meta = device.type == "meta"
-        self._device = stands_for(device)
+        self._planned_for, self._device = device, stands_for(device)
         if device.type == "cpu":
             keep_freed_memory()
 
@@ -172,7 +172,9 @@ class CompiledBatch:
         assert self.plan is not None
         if self.plan.prediction is None:
             graph = self.variant(self.last_part).graph
-            self.plan = self._options.planning.made(graph, self._optimizer, self._device, can_run=not self.is_on_meta)
+            self.plan = self._options.planning.made(
+                graph, self._optimizer, self._planned_for, can_run=not self.is_on_meta
+            )
         return self.plan
 
     def inputs(self, program: Program, batch: FlatBatch) -> list[Any]:
@@ -220,7 +222,7 @@ class CompiledBatch:
                 plan = self.plan
                 if plan is None:
                     can_run = not self.is_on_meta
-                    plan, compacted = options.planning.plan(graph, self._optimizer, self._device, can_run=can_run)
+                    plan, compacted = options.planning.plan(graph, self._optimizer, self._planned_for, can_run=can_run)
                     records += compacted
                 records += apply_plan(graph, plan, uses_inductor=options.uses_inductor)
                 if self.plan is None:
@@ -274,7 +276,7 @@ class CompiledBatch:
             )
             records = run_passes(graph, passes)
             planning = self._options.planning
-            if self.plan is None and not planning.decides_nothing(graph, self._device):
+            if self.plan is None and not planning.decides_nothing(graph, self._planned_for):
                 self.variant(self.last_part)  # a plan is for the whole step
             if self.plan is not None:
                 records += apply_plan(graph, self.plan, uses_inductor=self._options.uses_inductor)

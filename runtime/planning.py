@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..device import memory_bytes
+from ..device import memory_bytes, stands_for
 from ..errors import ConfigError, NotYetError, PlanError
 from ..graph import OutputRole, StepGraph, storage_sizes
 from ..passes import CompactMasks, PassRecord, Recompute, run_passes
@@ -98,7 +98,7 @@ class Planning:
         return plan_step(
             graph,
             self.strategy,
-            self.hardware or spec_of(device),
+            self.hardware or spec_of(stands_for(device)),
             budget_bytes=self._budget(device),
             workspace_bytes=self._workspaces(graph, can_run),
             optimizer=type(optimizer).__name__,
@@ -113,8 +113,10 @@ class Planning:
 
     def _budget(self, device: torch.device) -> int | None:
         if self.budget_bytes is None and self.strategy == "auto":
+            if device.type == "meta" and self.hardware is None:
+                return None  # nobody said what it is to fit
             there = self.hardware.memory_bytes if self.hardware is not None else 0
-            return int((there or memory_bytes(device)) * (1 - MARGIN))
+            return int((there or memory_bytes(stands_for(device))) * (1 - MARGIN))
         return self.budget_bytes
 
     def decides_nothing(self, graph: StepGraph, device: torch.device) -> bool:

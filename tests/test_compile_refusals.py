@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stepgraph as sg
+from stepgraph.device import require_supported
 
 from . import fixtures
 from .portrait import assert_same, portrait
@@ -103,9 +104,12 @@ def test_parameters_on_two_devices() -> None:
 
 
 def test_model_on_an_unknown_device() -> None:
+    with pytest.raises(sg.ConfigError, match="'xla:1'. stepgraph runs on cpu and cuda"):
+        require_supported(torch.device("xla:1"), "parameter 'weight'")
     model = nn.Linear(2, 2, device="meta")
-    with pytest.raises(sg.ConfigError, match="meta"):
-        sg.compile_train_step(model, torch.optim.SGD(model.parameters()))
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters()), loss_fn=lambda m, x: m(x).sum())
+    with pytest.raises(sg.ConfigError, match="meta device"):
+        step(torch.ones(1, 2))
 
 
 class MyTensor(torch.Tensor):
