@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,lint]' -c constraints.txt
 	touch $@
 
-demo: $(STAMP)  ## train a small GPT on real text, verified against eager, in about two minutes; BUDGET=24MB for a memory budget
+demo: $(STAMP)  ## train a small GPT on real text, verified against eager, in about two minutes; BUDGET=40MB for a memory budget
 	$(BIN)/python examples/train_gpt.py $(if $(BUDGET),--budget $(BUDGET))
 
 test: $(STAMP)  ## the tests, under 15 minutes on two cores

@@ -2,7 +2,7 @@
 
 python examples/train_gpt.py            # the compiled step, verified against eager first
 python examples/train_gpt.py --eager    # the plain PyTorch loop: the same weights, bit for bit
-python examples/train_gpt.py --budget 24MB   # within a memory budget: the same weights again
+python examples/train_gpt.py --budget 40MB   # within a memory budget: the same weights again
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's own documentation.")
     parser.add_argument("--eager", action="store_true", help="the plain PyTorch loop instead of the compiled step")
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="fast: compiled by Inductor")
-    parser.add_argument("--budget", metavar="BYTES", help="memory for everything, such as 24MB")
+    parser.add_argument("--budget", metavar="BYTES", help="memory for everything, such as 40MB")
     parser.add_argument("--no-verify", action="store_true", help="do not compare the first step with eager")
     parser.add_argument("--steps", type=int, default=500, help="training steps (%(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a batch (%(default)s)")
