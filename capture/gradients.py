@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from ..graph import InputRole, OutputRole, Phase, StepGraph, storages_of
+from ..graph import InputRole, OutputRole, Phase, StepGraph, is_dense, storages_of
 
 
 def own_gradients(step_graph: StepGraph) -> list[str]:
@@ -45,27 +45,15 @@ def own_gradients(step_graph: StepGraph) -> list[str]:
 
 
 def _obeys_layout(grad: Tensor, param: Tensor) -> bool:
-    if not _is_dense(param):
+    if not is_dense(param):
         return grad.is_contiguous()
     sizes = zip(param.shape, grad.stride(), param.stride(), strict=True)
     return all(mine == theirs for size, mine, theirs in sizes if size != 1)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether elements fill the tensor's range without holes or overlap (``is_non_overlapping_and_dense``)."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _copy_like(step_graph: StepGraph, grad: fx.Node, param: Tensor, key: str) -> fx.Node:
     module = key.rpartition(".")[0]
-    if param.is_contiguous() or not _is_dense(param):
+    if param.is_contiguous() or not is_dense(param):
         kwargs = {"memory_format": torch.contiguous_format}
         return step_graph.add_call(torch.ops.aten.clone.default, (grad,), kwargs, module=module, phase=Phase.BACKWARD)
     empty = step_graph.add_call(

@@ -36,6 +36,7 @@ from .step_graph import family_of as family_of
 from .step_graph import name_of as name_of
 from .storage import StorageMap as StorageMap
 from .storage import allocated_by as allocated_by
+from .storage import is_dense as is_dense
 from .storage import is_view as is_view
 from .storage import layout_of as layout_of
 from .storage import likeness_of as likeness_of

@@ -84,7 +84,7 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
 _ON_NUMBERS = frozenset(getattr(torch.ops.aten, name).Scalar for name in ("add", "sub", "mul", "div"))
 
 
-class Variant(NamedTuple):
+class WritingVariant(NamedTuple):
     """How an elementwise operator is told where to write.
 
     Attributes:
@@ -97,7 +97,7 @@ class Variant(NamedTuple):
 
 
 @functools.cache
-def writing_variant(target: Any) -> Variant | None:
+def writing_variant(target: Any) -> WritingVariant | None:
     """The overload that writes an elementwise operator's result where it is told, or over its first operand; None without one.
 
     Overloads that torch generates from the functional one, which compute on the side and copy, do not count. Operators on a
@@ -112,12 +112,12 @@ def writing_variant(target: Any) -> Variant | None:
         if overload is not None and _computes_the_same(overload, target):
             written = [a.name for a in overload._schema.arguments if a.is_out]
             if len(written) == 1:
-                return Variant(overload, written[0])
+                return WritingVariant(overload, written[0])
     in_place = getattr(torch.ops.aten, f"{target._schema.name.partition('::')[2]}_", None)
     if in_place is not None and own in in_place.overloads():
         overload = getattr(in_place, own)
         if _computes_the_same(overload, target):
-            return Variant(overload, None)
+            return WritingVariant(overload, None)
     return None
 
 

@@ -58,6 +58,18 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), strides, tensor.dtype, tensor.device
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether elements fill the tensor's range without holes or overlap (``is_non_overlapping_and_dense``)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def storage_sizes(node: fx.Node) -> dict[int, int]:
     """Bytes of each storage behind the node's value, by key; 0 where a size is symbolic."""
     sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(node.meta.get("val"))}

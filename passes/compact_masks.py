@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from ..graph import Phase, StepGraph, is_view
+from ..graph import Phase, StepGraph, is_dense, is_view
+from ..torch_compat import has_symbolic_shape
 from .base import Pass, PassResult
 
 aten = torch.ops.aten
@@ -60,7 +61,8 @@ def _masks(graph: StepGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
             and scaled is not None
             and scaled.target is aten.div_.Scalar
             and scaled.args[0] is drawn
-            and _is_dense(drawn.meta["val"])
+            and not has_symbolic_shape(drawn.meta["val"])
+            and is_dense(drawn.meta["val"])
             and scaled.users
             and graph.output_node not in scaled.users
             and not any(is_view(user) for user in scaled.users)
@@ -73,9 +75,3 @@ def _add(graph: StepGraph, like: fx.Node, target: object, args: tuple[object, ..
     for name in ("grad_mode", "source", "region"):
         node.meta[name] = like.meta[name]
     return node
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, in some order."""
-    sizes = (*value.shape, *value.stride(), value.untyped_storage().nbytes())
-    return all(isinstance(s, int) for s in sizes) and value.numel() * value.element_size() == sizes[-1]

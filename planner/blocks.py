@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .outline import Operator, Outline
+from .schedule import Choice, Use
 
 LONGEST_BLOCK = 60  # operators of forward; longer stretches are cut where it is narrow
 WIDEST_CUT = 0.5  # share of what a piece keeps for backward that may cross a cut
@@ -46,6 +47,14 @@ class Part:
     entering: frozenset[int]
     leaving: frozenset[int]
     signature: Hashable
+
+    def in_whole(self, choice: Choice) -> Choice:
+        """A choice for the part in the numbers of the whole step."""
+        storages, operators = self.storages, self.operators
+        return Choice(
+            frozenset(storages[s] for s in choice.kept),
+            frozenset(Use(storages[s], operators[i], again) for s, i, again in choice.renewed),
+        )
 
 
 def find_blocks(outline: Outline) -> list[Block]:

@@ -11,6 +11,7 @@ to train deep neural networks with limited memory", 2019), with several ways to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,12 +94,25 @@ class Chain:
 
     def seconds(self, budget_bytes: float) -> float:
         """Least seconds of what is computed again; infinite where nothing keeps to the budget."""
-        return float(self._top[0][self._slot(budget_bytes)])
+        return float(self._top[0][-1][self._slot(budget_bytes)])
 
     def solution(self, budget_bytes: float) -> tuple[Kept | Restart, ...] | None:
         """What is done within a budget, in order of the stages; None where nothing keeps to it."""
-        slot = self._slot(budget_bytes)
-        if not np.isfinite(self._top[0][slot]):
+        return self._solution(self._slot(budget_bytes))
+
+    def solutions(self, most: int) -> Iterator[tuple[Kept | Restart, ...]]:
+        """Different solutions at budgets at which the least seconds change, the least memory first.
+
+        Args:
+            most: of these budgets that are looked at.
+        """
+        seconds = self._top[0][-1]
+        changes = [i for i, s in enumerate(seconds) if np.isfinite(s) and (i == 0 or s < seconds[i - 1])]
+        picked = (self._solution(slot) for slot in changes[:: math.ceil(len(changes) / most)])
+        yield from dict.fromkeys(solution for solution in picked if solution is not None)
+
+    def _solution(self, slot: int) -> tuple[Kept | Restart, ...] | None:
+        if not np.isfinite(self._top[0][-1][slot]):
             return None
         return tuple(self._unfold(0, len(self.stages), slot, is_top=True))
 
@@ -122,17 +136,15 @@ class Chain:
         return found
 
     @cached_property
-    def _top(self) -> list[np.ndarray]:
-        """By first stage: seconds at each budget of everything from it on, where forward comes by for the first time."""
+    def _top(self) -> list[list[np.ndarray]]:
+        """The same for stretches up to the last stage, where forward comes by for the first time; any number of stages."""
         count = len(self.stages)
-        found: list[np.ndarray] = [np.zeros(0)] * (count + 1)
-        table: list[list[np.ndarray]] = [[] for _ in range(count + 1)]
+        found: list[list[np.ndarray]] = [[] for _ in range(count + 1)]
         for start in reversed(range(count)):
             best = np.full(self.slots + 1, np.inf)
-            for cost, _ in self._moves(start, count, self._again, table, is_top=True):
+            for cost, _ in self._moves(start, count, self._again, found, is_top=True):
                 np.minimum(best, cost, out=best)
-            found[start] = best
-            table[start] = [best] * (count - start + 1)
+            found[start] = [best] * (count - start + 1)
         return found
 
     def _moves(
@@ -176,8 +188,7 @@ class Chain:
         return result
 
     def _unfold(self, start: int, end: int, slot: int, *, is_top: bool) -> Iterator[Kept | Restart]:
-        count = len(self.stages)
-        later = [[t] * (count + 1 - i) if len(t) else [] for i, t in enumerate(self._top)] if is_top else self._again
+        later = self._top if is_top else self._again
         while start < end:
             moves = self._moves(start, end, self._again, later, is_top=is_top)
             _, _, move = min(

@@ -76,7 +76,7 @@ def _seconds(node: fx.Node, spec: HardwareSpec) -> float:
     if is_view(node) or waits(node):
         return spec.view_seconds * spec.launch_factor
     effects = effects_of(node)
-    if effects.collective and not waits(node):
+    if effects.collective:
         return spec.link_seconds + moved_bytes(node) / spec.link_bytes_per_second
     if effects.moves:
         return spec.launch_seconds + moved_bytes(node) / spec.host_bytes_per_second
@@ -107,11 +107,8 @@ def _roofline(node: fx.Node, spec: HardwareSpec, dtype: str) -> float:
     name = _name_of(node)
     flops = flops_of(node)
     if flops:
-        rates = spec.matmul_flops
-        if any(word in name for word in _ATTENTION):
-            rates = spec.attention_flops
-        elif "conv" in name:
-            rates = spec.convolution_flops
+        kinds = {"attention": spec.attention_flops, "convolution": spec.convolution_flops}
+        rates = kinds.get(_kind_of(name), spec.matmul_flops)
         return spec.launch_seconds + max(flops / rates.get(dtype, rates["f32"]), moved)
     if name in _TRANSCENDENTAL:
         elements = sum(t.numel() for t in tensors_in(node.meta["val"]) if not has_symbolic_shape(t))
@@ -129,12 +126,18 @@ def work_of(node: fx.Node) -> Work:
             sizes = (float(first.shape[-2]), float(first.shape[-1]), float(second.shape[-1]))
             return Work(PRODUCTS[name], sizes, batch / MATRICES)
     if flops := flops_of(node):
-        kind = "attention" if any(word in name for word in _ATTENTION) else "convolution" if "conv" in name else name
-        return Work(f"{kind}_backward" if "backward" in name else kind, (float(flops),))
+        return Work(f"{_kind_of(name)}_backward" if "backward" in name else _kind_of(name), (float(flops),))
     count = _longest_list(node)
     if count:
         return Work(name, (moved_bytes(node) / count,), count / TENSORS, count / TENSORS)
     return Work(f"{name}{_variant_of(node, name)}", (float(moved_bytes(node)),))
+
+
+def _kind_of(name: str) -> str:
+    """``attention`` or ``convolution``; for other operators their name."""
+    if any(word in name for word in _ATTENTION):
+        return "attention"
+    return "convolution" if "conv" in name else name
 
 
 def _variant_of(node: fx.Node, name: str) -> str:
@@ -148,11 +151,8 @@ def _variant_of(node: fx.Node, name: str) -> str:
         reduced = {int(d) % given.dim() for d in node.args[1] if isinstance(d, int)}
         return "" if given.dim() - 1 in reduced or not reduced else " outer"
     if name in ("clone", "copy", "_to_copy") and given.dim() > 1:
-        other = (
-            operands[0]
-            if name != "copy"
-            else next((t for n in node.all_input_nodes[1:] for t in tensors_in(n.meta["val"])), given)
-        )
+        source = node.args[1] if name == "copy" and len(node.args) > 1 else None
+        other = source.meta["val"] if isinstance(source, fx.Node) else given
         return "" if _order_of(other) == _order_of(result[0]) else _PERMUTED
     return ""
 
@@ -165,13 +165,10 @@ def _order_of(tensor: Tensor) -> list[int]:
 
 
 def _longest_list(node: fx.Node) -> int:
-    lists = [
-        a
-        for a in (*node.args, *node.kwargs.values())
-        if isinstance(a, (list, tuple)) and any(isinstance(x, fx.Node) for x in a)
-    ]
-    name = _name_of(node)
-    return max(map(len, lists), default=0) if name.startswith(("_foreach", "_fused", "fused")) else 0
+    if not _name_of(node).startswith(_LIST_OPERATORS):
+        return 0
+    lists = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple))]
+    return max((len(a) for a in lists if any(isinstance(x, fx.Node) for x in a)), default=0)
 
 
 def _name_of(node: fx.Node) -> str:

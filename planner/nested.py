@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -55,17 +54,8 @@ class NestedChoices:
         most = sum(s.entering_bytes for s in stages) + max(
             s.beside_bytes + max(w.peak_bytes for w in s.ways) for s in stages
         )
-        chain = Chain(stages, most)
-        # Steps at which the least seconds change, the least memory first.
-        seconds = [chain.seconds(slot * chain.unit) for slot in range(chain.slots + 1)]
-        steps = [i for i, s in enumerate(seconds) if np.isfinite(s) and (i == 0 or s < seconds[i - 1])]
-        budgets = [slot * chain.unit for slot in steps]
-        seen: set[tuple[Kept | Restart, ...]] = set()
-        for budget in budgets[:: math.ceil(len(budgets) / PLANS)]:
-            solution = chain.solution(budget)
-            if solution is not None and solution not in seen:
-                seen.add(solution)
-                yield self._realised(solution)
+        for solution in Chain(stages, most).solutions(PLANS):
+            yield self._realised(solution)
 
     def _realised(self, solution: tuple[Kept | Restart, ...]) -> Choice:
         kept: set[int] = set()
@@ -76,9 +66,9 @@ class NestedChoices:
             part = self._parts[first]
             kept.update(part.storages[s] for s in part.entering)
             if isinstance(done, Kept):
-                choice = self._options[first][done.way.option].choice
-                kept.update(part.storages[s] for s in choice.kept)
-                renewed.update(self._uses(part, choice))
+                choice = self._chosen(done)
+                kept.update(choice.kept)
+                renewed.update(choice.renewed)
             else:
                 self._restart(done, renewed, forgotten)
         return Choice(frozenset(kept), frozenset(renewed), frozenset(forgotten))
@@ -92,20 +82,19 @@ class NestedChoices:
             if isinstance(done, Restart):
                 self._restart(done, renewed, forgotten)
                 continue
-            part = self._parts[done.stage]
-            choice = self._options[done.stage][done.way.option].choice
-            stays = {part.storages[s] for s in choice.kept}
+            choice = self._chosen(done)
             when = self._blocks[done.stage].backward.start
-            forgotten.update((when, s) for s in self._made(part) if s not in stays)
-            renewed.update(self._uses(part, choice))
+            forgotten.update((when, s) for s in self._made(self._parts[done.stage]) if s not in choice.kept)
+            renewed.update(choice.renewed)
+
+    def _chosen(self, done: Kept) -> Choice:
+        """A block's option, by the step's numbers."""
+        return self._parts[done.stage].in_whole(self._options[done.stage][done.way.option].choice)
 
     def _made(self, part: Part) -> Iterator[int]:
         """What the block's forward makes and can make again, by the step's numbers."""
         own = part.outline.candidates
         return (part.storages[s] for s in own if part.storages[s] not in self._shared and s not in part.leaving)
-
-    def _uses(self, part: Part, choice: Choice) -> Iterator[Use]:
-        return (Use(part.storages[s], part.operators[i], again) for s, i, again in choice.renewed)
 
 
 def _always_kept(part: Part) -> frozenset[int]:

@@ -25,7 +25,7 @@ from .min_cut import convex_frontier
 from .nested import NestedChoices
 from .options import Option, options_of
 from .outline import Outline
-from .schedule import Choice, Schedule, Use, schedule
+from .schedule import Choice, Schedule, schedule
 
 SHORTEST_CHAIN = 4  # blocks; of fewer, nothing is gained by starting again
 MOST_COLUMNS = 4000  # of the linear program; beyond, it looks at those options only that are cheapest at some prices
@@ -121,23 +121,26 @@ class RecomputeProblem:
     def _nested(self) -> list[Schedule]:
         """Plans in which stretches of blocks start again from their first input, by falling memory."""
         chain = NestedChoices(self._parts, self.blocks, self._shared, self.options, self._fixed[:, 1])
-        found = [schedule(self.outline, self._with_always_kept(choice)) for choice in chain.choices()]
-        return sorted(found, key=lambda plan: -plan.peak_bytes)
+        return sorted(map(self._scheduled, chain.choices()), key=lambda plan: -plan.peak_bytes)
 
-    def _with_always_kept(self, choice: Choice) -> Choice:
-        return replace(choice, kept=choice.kept | self.outline.always_kept | self._shared)
+    def _scheduled(self, choice: Choice) -> Schedule:
+        """The step under what the blocks chose."""
+        return schedule(self.outline, replace(choice, kept=choice.kept | self.outline.always_kept | self._shared))
 
     def schedule(self, options: tuple[int, ...]) -> Schedule:
         """The step with one option for each block; of a small step, one of the exact frontier."""
         if self._exact:
             return self._exact[options[0]]
-        kept = set(self.outline.always_kept | self._shared)
-        renewed: set[Use] = set()
-        for part, offered, number in zip(self._parts, self.options, options, strict=True):
-            choice = offered[number].choice
-            kept.update(part.storages[s] for s in choice.kept)
-            renewed.update(Use(part.storages[s], part.operators[i], again) for s, i, again in choice.renewed)
-        return schedule(self.outline, Choice(frozenset(kept), frozenset(renewed)))
+        chosen = [
+            part.in_whole(offered[number].choice)
+            for part, offered, number in zip(self._parts, self.options, options, strict=True)
+        ]
+        return self._scheduled(
+            Choice(
+                frozenset().union(*(choice.kept for choice in chosen)),
+                frozenset().union(*(choice.renewed for choice in chosen)),
+            )
+        )
 
     @cached_property
     def _fastest(self) -> Schedule:

@@ -66,7 +66,8 @@ class Schedule:
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
         """First and last position of each copy; the last before it is overwritten, where it is."""
         outline, storages, runs = self.outline, self.storages, self.runs
-        births, deaths = self.spans or _spans(runs, len(storages))
+        births, last = self.spans or _spans(runs, len(storages))
+        deaths = list(last)
         outputs = outline.outputs
         for copy, storage in enumerate(storages):
             if storage in outputs and not runs[births[copy]].is_repeat:

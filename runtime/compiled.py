@@ -172,9 +172,7 @@ class CompiledBatch:
         assert self.plan is not None
         if self.plan.prediction is None:
             graph = self.variant(self.last_part).graph
-            self.plan = self._options.planning.made(
-                graph, self._optimizer, self._planned_for, can_run=not self.is_on_meta
-            )
+            self.plan = self._options.planning.made(graph, self._optimizer, self._planned_for)
         return self.plan
 
     def inputs(self, program: Program, batch: FlatBatch) -> list[Any]:
@@ -221,12 +219,11 @@ class CompiledBatch:
             if has_backward:
                 plan = self.plan
                 if plan is None:
-                    can_run = not self.is_on_meta
-                    plan, compacted = options.planning.plan(graph, self._optimizer, self._planned_for, can_run=can_run)
+                    plan, compacted = options.planning.plan(graph, self._optimizer, self._planned_for)
                     records += compacted
                 records += apply_plan(graph, plan, uses_inductor=options.uses_inductor)
                 if self.plan is None:
-                    options.planning.check(graph, can_run=not self.is_on_meta)
+                    options.planning.check(graph, self._planned_for)
                     self.plan = plan
         runs_once = graph.output_of(OutputRole.STATE) is not None  # the first update, which creates the state
         trained: dict[str, Tensor] = {key: self._params[key] for key in keys}

@@ -51,7 +51,8 @@ class Executor:
 
     def __init__(self, graph: StepGraph) -> None:
         self._graph = graph
-        self._name = f"<stepgraph step {next(_numbers)}>"
+        number = next(_numbers)
+        self._name, self._watched_name = f"<stepgraph step {number}>", f"<stepgraph step {number}, watched>"
 
     @cached_property
     def _generated(self) -> tuple[str, dict[str, Any]]:
@@ -79,7 +80,7 @@ class Executor:
     def _watched(self, watch: Watch) -> Callable[[list[Any]], list[Any]]:
         """The same program, which tells ``watch`` at which stage it is."""
         source, namespace = _generate(self._graph, tells_stages=True)
-        run = _compiled(source, f"{self._name[:-1]}, watched>", {**namespace, "watch": watch})
+        run = _compiled(source, self._watched_name, {**namespace, "watch": watch})
 
         def run_to_the_end(inputs: list[Any]) -> list[Any]:
             outputs = run(inputs)
@@ -90,10 +91,11 @@ class Executor:
 
     def _tell_where(self, error: Exception) -> None:
         """Notes the failing node in the error: as ``failed_node``, and in words (Python 3.11 and newer)."""
-        frame = next((f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._name), None)
-        if frame is None or frame.lineno is None:
+        ours = (self._name, self._watched_name)
+        frame = next((f for f in traceback.extract_tb(error.__traceback__) if f.filename in ours), None)
+        if frame is None or not frame.line:
             return
-        name = self.source.splitlines()[frame.lineno - 1].partition("  # ")[2]
+        name = frame.line.partition("  # ")[2]
         node = next((n for n in self._graph.calls if n.meta["key"].name == name), None)
         error.failed_node = node  # type: ignore[attr-defined]
         if node is not None and hasattr(error, "add_note"):

@@ -62,14 +62,14 @@ class Planning:
     hardware: HardwareSpec | None = None
 
     def plan(
-        self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device, *, can_run: bool = True
+        self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> tuple[Plan, list[PassRecord]]:
         """The plan for a rewritten step graph on ``device``; without figures where there is nothing to decide.
 
         Where a budget binds, dropout masks are compacted first, since what the plan may drop depends on it.
 
         Args:
-            can_run: whether operators can run here to see what they need.
+            device: of the parameters; on meta, nothing can run to see what it needs.
 
         Raises:
             PlanError: no plan keeps to the budget.
@@ -82,34 +82,28 @@ class Planning:
             return Plan(self.strategy), []
         records = []
         budget = self._budget(device)
-        if (
-            self.strategy == "auto"
-            and budget is not None
-            and self._peak(graph, can_run) + created_bytes(graph) > budget
-        ):
+        if self.strategy == "auto" and budget is not None and self._peak(graph, device) + created_bytes(graph) > budget:
             records = run_passes(graph, [CompactMasks()])
-        plan = self.made(graph, optimizer, device, can_run=can_run)
+        plan = self.made(graph, optimizer, device)
         return replace(plan, compacts_masks=any(record.result.changed for record in records)), records
 
-    def made(
-        self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device, *, can_run: bool = True
-    ) -> Plan:
+    def made(self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device) -> Plan:
         """The plan with all its figures."""
         return plan_step(
             graph,
             self.strategy,
             self.hardware or spec_of(stands_for(device)),
             budget_bytes=self._budget(device),
-            workspace_bytes=self._workspaces(graph, can_run),
+            workspace_bytes=self._workspaces(graph, device),
             optimizer=type(optimizer).__name__,
         )
 
-    def _peak(self, graph: StepGraph, can_run: bool) -> int:
-        return simulate(graph, self._workspaces(graph, can_run)).peak().peak_bytes
+    def _peak(self, graph: StepGraph, device: torch.device) -> int:
+        return simulate(graph, self._workspaces(graph, device)).peak().peak_bytes
 
-    def _workspaces(self, graph: StepGraph, can_run: bool) -> Callable[[fx.Node], int]:
+    def _workspaces(self, graph: StepGraph, device: torch.device) -> Callable[[fx.Node], int]:
         """Nothing, where operators cannot run or would run on something else."""
-        return measured_workspaces(graph) if can_run and self.hardware is None else lambda node: 0
+        return measured_workspaces(graph) if device.type != "meta" and self.hardware is None else lambda node: 0
 
     def _budget(self, device: torch.device) -> int | None:
         if self.budget_bytes is None and self.strategy == "auto":
@@ -126,12 +120,12 @@ class Planning:
             return not graph.regions
         return self.strategy == "auto" and budget is not None and everything_bytes(graph) <= budget
 
-    def check(self, graph: StepGraph, *, can_run: bool = True) -> None:
+    def check(self, graph: StepGraph, device: torch.device) -> None:
         """Raises :class:`PlanError` where a graph that a given plan was applied to does not keep to the budget here."""
         if self.given is None:
             return
         budget = self.budget_bytes if self.budget_bytes is not None else self.given.budget_bytes
-        peak = self._peak(graph, can_run) if budget is not None else 0
+        peak = self._peak(graph, device) if budget is not None else 0
         if budget is not None and peak > budget:
             raise PlanError(
                 f"the plan, made elsewhere, needs {peak:,} bytes here, and the budget is {budget:,}. Plan again, with "

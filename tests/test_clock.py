@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +20,6 @@ from stepgraph.tools.calibration_samples import SIZES, samples, work_of_call
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("STEPGRAPH_CACHE", str(tmp_path))
 
 
 def call(target: Any, *args: Any) -> fx.Node:
@@ -207,3 +201,13 @@ def test_collectives_are_communication_and_waiting_for_them_is_not() -> None:
     assert (channel_of(reduced), channel_of(waited)) == (Channel.COMMUNICATION, Channel.COMPUTE)
     spec = SPECS["h100"]
     assert node_seconds(spec)(reduced) == pytest.approx(spec.link_seconds + 8000 / spec.link_bytes_per_second)
+
+
+def test_an_error_in_a_measured_step_says_where_as_in_any_other() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 2))
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters()), loss_fn=lambda m, x: m(x).sum())
+    step(torch.tensor([0, 1]))
+    for call in (step, step.measure):
+        with pytest.raises(IndexError) as error:
+            call(torch.tensor([0, 9]))
+        assert error.value.failed_node.meta["key"].module == "0"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import stepgraph as sg
 from stepgraph.graph.ops import pack_bits, unpack_bits
 from stepgraph.passes import CompactMasks, run_passes
-from stepgraph.planner import Plan
 
 from . import fixtures, graphs
 from .peaks import peak_of_step
@@ -100,7 +99,7 @@ def test_a_budget_that_binds_compacts_masks_and_is_kept(monkeypatch: pytest.Monk
     assert step.plan.compacts_masks
     assert peak <= budget + 8192, "the first step keeps the random state beside it"
     saved = step.plan.to_json()
-    replayed = _step(Plan(**vars(step.plan)))
+    replayed = _step(step.plan)
     with fixtures.seeded(1):
         assert torch.equal(replayed(batch).loss, expected.loss)
     assert replayed.plan.to_json() == saved

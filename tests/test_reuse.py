@@ -19,6 +19,7 @@ from stepgraph.runtime import Executor
 
 from .fixtures import FIXTURES
 from .graphs import of_fixture, subject
+from .mutants import mystery
 
 ODD = 40_003  # elements: several threads' share, and a rest beyond whole vectors
 
@@ -48,7 +49,7 @@ def _arguments(target: Any, dtype: torch.dtype) -> list[Any]:
 def test_every_elementwise_operator_gives_the_same_bits_over_each_operand(dtype: torch.dtype) -> None:
     checked = 0
     for target in _elementwise():
-        overload, out = writing_variant(target)  # type: ignore[misc]
+        overload, out = writing_variant(target)
         arguments = _arguments(target, dtype)
         try:
             expected = target(*arguments)
@@ -114,25 +115,11 @@ def test_the_first_dying_operand_is_overwritten_and_a_needed_one_is_not() -> Non
     assert "(root)/add#0@forward" not in needed
 
 
-@torch.library.custom_op("stepgraph_tests::unknown", mutates_args=())
-def unknown(x: Tensor) -> Tensor:
-    """What torch and stepgraph know nothing about."""
-    return x.clone()
-
-
-@unknown.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-unknown.register_autograd(lambda context, gradient: gradient)
-
-
 class WithUnknown(Chain):
     """An operator of the user's amid elementwise ones."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(unknown(x * 2.0))
+        return super().forward(mystery(x * 2.0))
 
 
 def test_beside_unknown_operators_nothing_is_overwritten() -> None:

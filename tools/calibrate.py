@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..api import compile_train_step
 from ..device import autocast_off, describe, memory_bytes, synchronize
 from ..graph.ops import KERNELS
 from ..planner import HardwareSpec, Table
@@ -181,19 +182,14 @@ def amid_steps(spec: HardwareSpec, device: torch.device) -> HardwareSpec:
     for _ in range(_TURNS):
         for small in (few, inputs, operators):
             small.measure()
+    once, twice = [operators.predicted(replace(spec, launch_factor=f)) for f in (1.0, 2.0)]
     factor, fixed, each = 1.0, 0.0, 0.0
     for _ in range(4):  # each figure follows from the others; a few rounds settle them
-        spec = replace(spec, launch_factor=factor, step_seconds=fixed, input_seconds=each)
-        beside = [s.measured - s.predicted(spec) for s in (few, inputs)]
+        amid = replace(spec, launch_factor=factor)
+        beside = [s.measured - s.predicted(amid) for s in (few, inputs)]
         each = max((beside[1] - beside[0]) / (inputs.inputs - few.inputs), 0.0)
         fixed = max(beside[0] - each * few.inputs, 0.0)
-        launches = operators.predicted(replace(spec, launch_factor=2.0)) - operators.predicted(
-            replace(spec, launch_factor=1.0)
-        )
-        rest = (
-            operators.measured - operators.predicted(replace(spec, launch_factor=1.0)) - fixed - each * operators.inputs
-        )
-        factor = max(1.0 + rest / launches, 0.1)
+        factor = max(1.0 + (operators.measured - once - fixed - each * operators.inputs) / (twice - once), 0.1)
     return replace(spec, launch_factor=factor, step_seconds=fixed, input_seconds=each)
 
 
@@ -201,8 +197,6 @@ class _SmallStep:
     """A step in which nothing takes long but starting it, measured."""
 
     def __init__(self, device: torch.device, blocks: int, extra_parameters: int) -> None:
-        from ..api import compile_train_step
-
         model = _Small(blocks, extra_parameters).to(device)
         step = compile_train_step(model, torch.optim.AdamW(model.parameters(), fused=True), plan="none")
         batch = torch.randn(2, 16, _SMALL_WIDTH, device=device)

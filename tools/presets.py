@@ -153,6 +153,6 @@ def preset_parts(name: str) -> Parts:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, batch = preset.make()
-    kind = {"foreach": True} if next(model.parameters()).is_meta else {"fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, **kind)  # type: ignore[arg-type]
+    fused, foreach = (None, True) if next(model.parameters()).is_meta else (True, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, foreach=foreach, fused=fused)
     return model, optimizer, batch, {"max_norm": 1.0, **preset.options}
