@@ -7,6 +7,7 @@ type of a graph's targets, and its ``_schema``, which have no public names.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -95,6 +96,7 @@ __all__ = [
     "parameter_hooks_of",
     "pytree",
     "recorded_allocations",
+    "selective_policy",
     "sequence_number_of",
     "storage_key",
     "tensor_hooks_of",
@@ -313,6 +315,29 @@ def fused_optimizers_replaced(replacements: dict[str, Callable[..., None]]) -> I
     finally:
         for name, original in originals.items():
             setattr(torch, name, original)
+
+
+def selective_policy(context: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any], Any], bool] | None:
+    """Whether eager would keep what an operator of a selective checkpoint returned; None where ``context`` is no such one.
+
+    Args:
+        context: the first of the two that a ``context_fn`` returns. ``_CachingTorchDispatchMode`` and its ``policy_fn`` seen in
+            2.13; that the policy is shown the result (``op_output``) as well.
+    """
+    if not isinstance(context, torch_checkpoint._CachingTorchDispatchMode):
+        return None
+    policies, shown_type = torch_checkpoint.CheckpointPolicy, torch_checkpoint.SelectiveCheckpointContext
+    decide, saving = context.policy_fn, (policies.MUST_SAVE, policies.PREFER_SAVE)
+    shows_result = "op_output" in inspect.signature(shown_type.__init__).parameters
+
+    def keeps(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        if func in torch_checkpoint.SAC_IGNORED_OPS:
+            return False
+        shown: dict[str, Any] = {"op_output": result} if shows_result else {}
+        decision = decide(shown_type(is_recompute=False, **shown), func, *args, **kwargs)
+        return decision is True or decision in saving
+
+    return keeps
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ updates BatchNorm a second time in recompute), and its nodes carry its number.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from ..errors import CaptureError
-from ..torch_compat import checkpoint_replaced
+from ..graph import tensors_in
+from ..torch_compat import TorchDispatchMode, checkpoint_replaced, selective_policy, traced_node
 from .context import TraceContext, user_source_line, warn_user
 from .module_tensors import ModuleState
 
@@ -66,7 +68,8 @@ class RegionRecorder:
         **kwargs: Any,
     ) -> Iterator[None]:
         policy = None if context_fn is noop_context_fn else context_fn
-        with self._region(reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=policy):
+        region = self._region(reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=policy)
+        with region, _forward_context(context_fn):
             yield
 
     def _reentrant(self, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -102,6 +105,33 @@ class RegionRecorder:
                 source_line=region.source,
                 remedy="move the write out of the region, or keep the value in a buffer",
             )
+
+
+def _forward_context(context_fn: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
+    """What a region's forward runs under: of a selective checkpoint, what notes the results that its policy keeps."""
+    context, _ = context_fn()
+    keeps = selective_policy(context)
+    return context if keeps is None else _NotesKept(keeps)
+
+
+class _NotesKept(TorchDispatchMode):
+    """Marks the nodes whose results a policy keeps, as ``meta["kept"]``."""
+
+    def __init__(self, keeps: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps = keeps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._keeps(func, args, kwargs, result):
+            for tensor in tensors_in(result):
+                node = traced_node(tensor)
+                while node is not None and node.target is operator.getitem:
+                    node = node.all_input_nodes[0]
+                if node is not None:
+                    node.meta["kept"] = True
+        return result
 
 
 @contextlib.contextmanager

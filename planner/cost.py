@@ -7,6 +7,7 @@ by bytes, and functions such as ``exp`` by elements; and a launch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from ..graph import effects_of, is_scalar_function, is_view, likeness_of, short_dtype, storages_of, tensors_in
+from ..graph import (
+    StepGraph,
+    effects_of,
+    is_scalar_function,
+    is_view,
+    likeness_of,
+    short_dtype,
+    storages_of,
+    tensors_in,
+)
 from ..torch_compat import has_symbolic_shape, storage_key
 from .hardware import HardwareSpec
 from .timeline import waits
@@ -25,6 +35,12 @@ _TRANSCENDENTAL = frozenset(
         "exp", "log", "tanh", "sigmoid", "silu", "silu_backward", "gelu", "gelu_backward", "erf", "sin", "cos", "softplus",
         "softplus_backward", "_softmax", "_safe_softmax", "_log_softmax", "_log_softmax_backward_data", "mish", "log1p",
         "expm1", "logsumexp", "elu", "tan", "atan", "pow", "bernoulli", "normal", "uniform",
+    }
+)  # fmt: skip
+ROW_OPERATORS = frozenset(
+    {
+        "_softmax", "_safe_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
+        "native_layer_norm", "native_layer_norm_backward",
     }
 )  # fmt: skip
 PRODUCTS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm"}
@@ -45,8 +61,9 @@ class Work(NamedTuple):
 
     Attributes:
         table: name of the table that tells its seconds.
-        sizes: one for each of the table's axes: rows, inner and columns of a product; floating-point operations of attention
-            and convolutions; bytes for the rest, of list operators those of one tensor.
+        sizes: one for each of the table's axes: rows, inner and columns of a product; floating-point operations of convolutions
+            and of each head of attention, and the number of heads; the number and the length of rows of softmax and layer norm;
+            bytes for the rest, of list operators those of one tensor.
         times: how many of what the table is of.
         launches: how many of its launches.
     """
@@ -70,6 +87,11 @@ def node_seconds(spec: HardwareSpec) -> Callable[[fx.Node], float]:
     return seconds
 
 
+def beside_seconds(graph: StepGraph, spec: HardwareSpec) -> float:
+    """Seconds of a step beside those of its calls: its own, and what first calls of operators take."""
+    return spec.step_seconds + spec.first_call_seconds * len({node.target for node in graph.calls})
+
+
 def _seconds(node: fx.Node, spec: HardwareSpec) -> float:
     if is_scalar_function(node.target):
         return spec.python_seconds * spec.launch_factor
@@ -84,8 +106,9 @@ def _seconds(node: fx.Node, spec: HardwareSpec) -> float:
     for name in (f"{work.table}:{dtype}", *_stand_ins(node, work.table, dtype)):
         table = spec.tables.get(name)
         if table is not None and len(table.axes) == len(work.sizes):
-            launch = table.least * (spec.launch_factor - 1) * work.launches
-            return table.at(*[max(size, 1.0) for size in work.sizes]) * work.times + launch
+            launch = table.least * work.launches
+            seconds = table.at(*[max(size, 1.0) for size in work.sizes]) * work.times
+            return max(seconds - launch, 0.0) * spec.amid_factor + launch * spec.launch_factor
     return _roofline(node, spec, dtype)
 
 
@@ -126,7 +149,15 @@ def work_of(node: fx.Node) -> Work:
             sizes = (float(first.shape[-2]), float(first.shape[-1]), float(second.shape[-1]))
             return Work(PRODUCTS[name], sizes, batch / MATRICES)
     if flops := flops_of(node):
-        return Work(f"{_kind_of(name)}_backward" if "backward" in name else _kind_of(name), (float(flops),))
+        kind = _kind_of(name)
+        table = f"{kind}_backward" if "backward" in name else kind
+        first = tensors_in(node.all_input_nodes[0].meta["val"])[0]
+        heads = float(math.prod(first.shape[:-2])) if kind == "attention" else 0.0
+        return Work(table, (flops / heads, heads) if heads else (float(flops),))
+    result = tensors_in(node.meta["val"])
+    if name in ROW_OPERATORS and result and not has_symbolic_shape(result[0]):
+        length = _row_length(node, result[0])
+        return Work(name, (result[0].numel() / length, float(length)))
     count = _longest_list(node)
     if count:
         return Work(name, (moved_bytes(node) / count,), count / TENSORS, count / TENSORS)
@@ -155,6 +186,13 @@ def _variant_of(node: fx.Node, name: str) -> str:
         other = source.meta["val"] if isinstance(source, fx.Node) else given
         return "" if _order_of(other) == _order_of(result[0]) else _PERMUTED
     return ""
+
+
+def _row_length(node: fx.Node, result: Tensor) -> int:
+    """Elements of a row, from the first argument that is a dimension or the sizes of the last ones."""
+    told = next((a for a in node.args if isinstance(a, (int, list, tuple)) and not isinstance(a, bool)), -1)
+    shape = list(told) if isinstance(told, (list, tuple)) else list(result.shape[told : told + 1 or None])
+    return max(math.prod(shape), 1)
 
 
 def _order_of(tensor: Tensor) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ConfigError
 from .tables import Table
 
-_MAY_BE_ZERO = ("memory_bytes", "disk_bytes_per_second", "step_seconds", "input_seconds")
+_MAY_BE_ZERO = ("memory_bytes", "disk_bytes_per_second", "step_seconds", "first_call_seconds")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class HardwareSpec:
         tables: measured seconds by operator and dtype, such as ``mul:f32``; they go before the rates.
         launch_factor: how many times as long a launch takes amid a step as it does in the tables, for which one operator was
             called over and over.
+        amid_factor: the same for what operators take beside their launch.
+        first_call_seconds: that an operator's first call in a step takes beside that, since its code is in no cache by then.
         step_seconds: that a step takes beside its operators.
-        input_seconds: that each of its inputs takes, to be looked up and checked.
     """
 
     name: str
@@ -58,8 +59,9 @@ class HardwareSpec:
     disk_bytes_per_second: float = 0.0
     tables: Mapping[str, Table] = field(default_factory=dict)
     launch_factor: float = 1.0
+    amid_factor: float = 1.0
+    first_call_seconds: float = 0.0
     step_seconds: float = 0.0
-    input_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for rates in (self.matmul_flops, self.attention_flops, self.convolution_flops):

@@ -77,6 +77,7 @@ class Plan:
         strategy: ``"none"``, ``"sqrt"`` or ``"auto"``.
         fingerprint: of the step that it was made for, by part: parameters, batch, optimizer.
         budget_bytes: that it was made to keep; None where there was none.
+        found_by: what it was found by.
         compacts_masks: whether dropout masks are kept as one bit an element.
         repeats: what runs again, in execution order.
         decisions: for each result of forward that backward reads, in order.
@@ -91,6 +92,7 @@ class Plan:
     strategy: str = "none"
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     budget_bytes: int | None = None
+    found_by: str = ""
     compacts_masks: bool = False
     repeats: tuple[Repeat, ...] = ()
     decisions: tuple[Decision, ...] = ()
@@ -204,6 +206,7 @@ _READERS: dict[Any, dict[str, Any]] = {
         "strategy": _of(str),
         "fingerprint": _mapping_of(_of(str)),
         "budget_bytes": lambda v: None if v is None else _of(int)(v),
+        "found_by": _of(str),
         "compacts_masks": _of(bool),
         "repeats": _list_of(lambda v: _read(Repeat, v)),
         "decisions": _list_of(lambda v: _read(Decision, v)),

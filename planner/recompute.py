@@ -10,7 +10,7 @@ budget asked for, and that is why a smaller budget never gets a plan with a larg
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -32,20 +32,25 @@ MOST_COLUMNS = 4000  # of the linear program; beyond, it looks at those options 
 GRID = 24  # budgets at which the linear program is solved, from the least that can be kept to what keeping everything takes
 
 
+BLOCKS = "one way to run each block"
+NESTED = "stretches of blocks that start again from their first input"
+EXACT = "all orders of a small step"
+
+
 class Pick(NamedTuple):
-    """A plan as one option for each block.
+    """A plan of the frontier.
 
     Attributes:
         peak_bytes: predicted by the rows, the step's inputs included.
         extra_seconds: of what runs again.
-        options: for each block, the number of its option; of the nested plans, the number of the plan alone.
-        is_nested: whether it is one of those in which stretches of blocks start again from their first input.
+        options: of :data:`BLOCKS`, for each block the number of its option; of the others, the number of the plan alone.
+        found_by: what it was found by.
     """
 
     peak_bytes: int
     extra_seconds: float
     options: tuple[int, ...]
-    is_nested: bool = False
+    found_by: str = BLOCKS
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,18 @@ def _options(part: Part) -> list[Option]:
 class RecomputeProblem:
     """The choice for one step.
 
+    Args:
+        others: plans that stand in the frontier as well, by what they were found by.
+
     Attributes:
         outline: the step.
         blocks: its blocks, in order of forward.
         options: for each block, the ways to run it, the fastest first, which keeps everything.
     """
 
-    def __init__(self, outline: Outline) -> None:
+    def __init__(self, outline: Outline, others: Mapping[str, Schedule] | None = None) -> None:
         self.outline = outline
+        self._others = others or {}
         self._exact = exact_frontier(outline) if is_small(outline) else []
         self.blocks = find_blocks(outline)
         self._shared = shared_storages(outline, self.blocks)
@@ -115,7 +124,15 @@ class RecomputeProblem:
 
     def realised(self, pick: Pick) -> Schedule:
         """The order of execution of a plan."""
-        return self._nested[pick.options[0]] if pick.is_nested else self.schedule(pick.options)
+        return self.schedule(pick.options) if pick.found_by == BLOCKS else self._whole[pick.found_by][pick.options[0]]
+
+    @cached_property
+    def _whole(self) -> dict[str, list[Schedule]]:
+        """Plans that are no options of blocks, by what they were found by."""
+        if self._exact:
+            return {EXACT: self._exact}
+        nested = self._nested if len(self.blocks) >= SHORTEST_CHAIN else []
+        return {NESTED: nested, **{found_by: [plan] for found_by, plan in self._others.items()}}
 
     @cached_property
     def _nested(self) -> list[Schedule]:
@@ -128,9 +145,7 @@ class RecomputeProblem:
         return schedule(self.outline, replace(choice, kept=choice.kept | self.outline.always_kept | self._shared))
 
     def schedule(self, options: tuple[int, ...]) -> Schedule:
-        """The step with one option for each block; of a small step, one of the exact frontier."""
-        if self._exact:
-            return self._exact[options[0]]
+        """The step with one option for each block."""
         chosen = [
             part.in_whole(offered[number].choice)
             for part, offered, number in zip(self._parts, self.options, options, strict=True)
@@ -278,30 +293,34 @@ class RecomputeProblem:
     @cached_property
     def frontier(self) -> list[Pick]:
         """Plans by rising peak and falling time, independent of any budget."""
-        if self._exact:
-            plain = self.outline.seconds
-            return [Pick(order.peak_bytes, order.seconds - plain, (i,)) for i, order in enumerate(self._exact)]
-        most = self._pick((0,) * len(self.blocks))
-        least = self._pick(self._least())
-        steps = np.linspace(0, 1, GRID)[1:-1] ** 2  # finer where memory is short
-        grid = least.peak_bytes + steps * (most.peak_bytes - least.peak_bytes)
-        corners = [least]
-        for budget in grid:
-            relaxed = self.relaxed(float(budget))
-            if relaxed is not None:
-                corners.append(self._pick(self._rounded(relaxed.shares, float(budget))))
-        corners.append(most)
-        found = set(corners)
-        if len(self.blocks) >= SHORTEST_CHAIN:
-            plain = self.outline.seconds
-            found.update(Pick(p.peak_bytes, p.seconds - plain, (i,), True) for i, p in enumerate(self._nested))
-        for lower, upper in zip(corners, corners[1:], strict=False):
-            found.update(self._between(lower, upper))
+        plain = self.outline.seconds
+        found = {
+            Pick(plan.peak_bytes, plan.seconds - plain, (number,), found_by)
+            for found_by, plans in self._whole.items()
+            for number, plan in enumerate(plans)
+        }
+        if not self._exact:
+            corners = self._corners()
+            found.update(corners)
+            for lower, upper in zip(corners, corners[1:], strict=False):
+                found.update(self._between(lower, upper))
         ordered: list[Pick] = []
-        for pick in sorted(found, key=lambda p: (p.peak_bytes, p.extra_seconds, p.options)):
+        for pick in sorted(found, key=lambda p: (p.peak_bytes, p.extra_seconds, p.found_by, p.options)):
             if not ordered or pick.extra_seconds < ordered[-1].extra_seconds:
                 ordered.append(pick)
         return ordered
+
+    def _corners(self) -> list[Pick]:
+        """Plans that the linear program leads to over a grid of budgets, by rising peak."""
+        most = self._pick((0,) * len(self.blocks))
+        least = self._pick(self._least())
+        steps = np.linspace(0, 1, GRID)[1:-1] ** 2  # finer where memory is short
+        found = [least]
+        for budget in least.peak_bytes + steps * (most.peak_bytes - least.peak_bytes):
+            relaxed = self.relaxed(float(budget))
+            if relaxed is not None:
+                found.append(self._pick(self._rounded(relaxed.shares, float(budget))))
+        return [*found, most]
 
     def _between(self, lower: Pick, upper: Pick) -> list[Pick]:
         """Plans on the way from one plan to another, one block after the other, the last blocks first."""

@@ -12,14 +12,17 @@ from torch import fx
 from ..errors import PlanError
 from ..graph import InputRole, StepGraph, describe_type, type_of
 from .blocks import find_blocks, part_of, shared_storages
-from .cost import node_seconds
+from .cost import beside_seconds, node_seconds
 from .hardware import HardwareSpec
 from .outline import Outline, outline_of
 from .plan import Decision, Plan, Prediction
-from .recompute import RecomputeProblem
+from .recompute import Pick, RecomputeProblem
 from .schedule import Choice, Schedule, everything_kept, schedule
 
 SHORTEST_FRONTIER = 40  # plans told beside the one that was taken, at most
+ASKED = "the model's own checkpointed regions"
+ROOT = "every √L-th block's input"
+EVERYTHING = "everything fits"
 
 
 def plan_step(
@@ -45,23 +48,26 @@ def plan_step(
     Raises:
         PlanError: no plan keeps to the budget.
     """
-    beside_seconds = spec.step_seconds + spec.input_seconds * len(graph.placeholders)
-    outline = outline_of(graph, node_seconds(spec), workspace_bytes, beside_seconds)
+    outline = outline_of(graph, node_seconds(spec), workspace_bytes, beside_seconds(graph, spec))
     plan = Plan(strategy, fingerprint_of(graph, optimizer), budget_bytes, hardware=spec.name)
     if strategy == "none":
-        return _told(plan, as_asked(graph, outline), budget_bytes)
+        return _told(
+            replace(plan, found_by=ASKED if graph.regions else EVERYTHING), as_asked(graph, outline), budget_bytes
+        )
     if strategy == "sqrt":
-        return _told(plan, uniform(outline), budget_bytes)
+        return _told(replace(plan, found_by=ROOT), uniform(outline), budget_bytes)
     unplanned = everything_kept(outline)
     if budget_bytes is None or unplanned.peak_bytes <= budget_bytes:
-        return _told(plan, unplanned, None)
-    problem = RecomputeProblem(outline)
-    chosen = fastest_within(problem, budget_bytes)
+        return _told(replace(plan, found_by=EVERYTHING), unplanned, None)
+    others = {ROOT: uniform(outline), **({ASKED: as_asked(graph, outline)} if graph.regions else {})}
+    problem = RecomputeProblem(outline, others)
+    pick, chosen = fastest_within(problem, budget_bytes)
     relaxed = problem.relaxed(budget_bytes)
     bound = outline.seconds + problem.bound_seconds(budget_bytes)
     points = problem.frontier[:: math.ceil(len(problem.frontier) / SHORTEST_FRONTIER)]
     plan = replace(
         plan,
+        found_by=pick.found_by,
         frontier=tuple((p.peak_bytes, _rounded(outline.seconds + p.extra_seconds)) for p in points),
         price=_rounded(relaxed.price) if relaxed is not None else 0.0,
         gap=_rounded(max(chosen.seconds / bound - 1, 0.0)),
@@ -71,8 +77,11 @@ def plan_step(
     return _told(plan, chosen, budget_bytes)
 
 
-def fastest_within(problem: RecomputeProblem, budget_bytes: int) -> Schedule:
+def fastest_within(problem: RecomputeProblem, budget_bytes: int) -> tuple[Pick, Schedule]:
     """The fastest plan of the frontier whose simulated peak keeps to the budget.
+
+    The frontier holds every way there is to make a plan, so this is also the ladder to fall back on: where no choice of one
+    option for each block keeps to the budget, stretches of blocks that start again do, or √L, or what the model asks for.
 
     Raises:
         PlanError: there is none.
@@ -81,7 +90,7 @@ def fastest_within(problem: RecomputeProblem, budget_bytes: int) -> Schedule:
         if pick.peak_bytes <= budget_bytes:
             chosen = problem.realised(pick)
             if chosen.peak_bytes <= budget_bytes:
-                return chosen
+                return pick, chosen
     least = problem.frontier[0].peak_bytes
     raise PlanError(_infeasible(budget_bytes, least), least)
 
@@ -101,8 +110,12 @@ def fingerprint_of(graph: StepGraph, optimizer: str) -> dict[str, str]:
 
 
 def as_asked(graph: StepGraph, outline: Outline) -> Schedule:
-    """The step with the user's own checkpointed regions computed again, and nothing else."""
-    asked = {node.meta["key"].name for node in graph.calls if node.meta.get("region") is not None}
+    """The step with the user's own checkpointed regions computed again, but for what their policies keep; nothing else."""
+    asked = {
+        node.meta["key"].name
+        for node in graph.calls
+        if node.meta.get("region") is not None and not node.meta.get("kept")
+    }
     regions = {s for op in outline.operators[: outline.forward] if op.name in asked for s in op.makes}
     return schedule(outline, Choice(outline.always_kept.union(set(outline.candidates) - regions)))
 

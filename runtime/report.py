@@ -82,7 +82,12 @@ def describe_plan(plan: Plan, measured: Measurement | None) -> Iterator[str]:
     found = plan.prediction
     if found is not None:
         kept = f"{len(plan.decisions) - again} results of forward kept, {again} computed again by {len(plan.repeats)} operators"
-        yield f"  {kept}" if again else f"  all {len(plan.decisions)} results of forward that backward reads are kept"
+        yield (
+            f"  {kept}: {plan.found_by}"
+            if again
+            else f"  all {len(plan.decisions)} results of forward that backward reads are kept"
+        )
+        yield f"  found by: {plan.found_by}"
         yield f"  predicted peak {found.peak_bytes:,} bytes at {found.at}"
         yield f"    {', '.join(f'{category} {size:,}' for category, size in found.by_category.items())}"
         share = f", {found.extra_seconds / found.seconds:.1%} of it computing again" if again else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -14,7 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import stepgraph as sg
 
@@ -41,6 +47,7 @@ def compare(
     optimizer: str = "adamw_foreach",
     max_norm: float | None = 1.0,
     eager_recomputes: bool = True,
+    plan: str = "auto",
 ) -> sg.TrainStep:
     """Eager against the graph on twins, five steps, equal in every bit; returns the compiled step.
 
@@ -54,7 +61,7 @@ def compare(
     else:
         with no_recompute():
             want = oracle.eager_steps(eager_model, eager_optimizer, loss_fn, batches, max_norm=max_norm)
-    step = sg.compile_train_step(graph_model, graph_optimizer, loss_fn=loss_fn, max_norm=max_norm)
+    step = sg.compile_train_step(graph_model, graph_optimizer, plan, loss_fn=loss_fn, max_norm=max_norm)
     oracle.assert_bitwise(want, oracle.graph_steps(step, graph_model, graph_optimizer, batches))
     return step
 
@@ -161,6 +168,80 @@ def test_selective_policy_is_remembered() -> None:
     (region,) = step.graph.regions
     assert region.context_fn is step.model.policy
     assert operators(step, "bernoulli_") == 1
+
+
+def policy_of_kinds(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keeps layer norms, a result with several tensors, and prefers to keep products."""
+    assert ctx.is_recompute is False
+    if func is torch.ops.aten.native_layer_norm.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_SAVE if func is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectiveNorm(nn.Module):
+    """Two regions, one with a policy that is a function, one whose context is the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4), nn.Tanh())
+        self.tail = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1), nn.Sigmoid())
+
+    def _own_contexts(self) -> tuple[Any, Any]:
+        return contextlib.closing(_Closed()), contextlib.nullcontext()
+
+    def forward(self, x: Tensor) -> Tensor:
+        select = functools.partial(create_selective_checkpoint_contexts, policy_of_kinds)
+        x = checkpoint(self.body, x, use_reentrant=False, context_fn=select)
+        return checkpoint(self.tail, x, use_reentrant=False, context_fn=self._own_contexts)
+
+
+class _Closed:
+    count = 0
+
+    def close(self) -> None:
+        _Closed.count += 1
+
+
+@pytest.mark.parametrize(
+    ("make", "kept", "again"),
+    [
+        (Selective, {"addmm"}, {"gelu"}),
+        (
+            SelectiveNorm,
+            {"body.1: native_layer_norm", "body.0: addmm"},
+            {"body.2: gelu", "tail.1: gelu", "tail.0: addmm"},
+        ),
+    ],
+)
+@pytest.mark.feature("CKPT-5", "CKPT-8")
+def test_plan_none_keeps_what_a_selective_policy_keeps(make: Any, kept: set[str], again: set[str]) -> None:
+    batches = [rows(seed, 3, 4) for seed in range(5)]
+    step = compare(make, batches, fixtures.mean_square, plan="none")
+    assert make is Selective or _Closed.count, "the model's own context is entered, as in eager"
+    decisions = {(d.value, d.keeps) for d in step.plan.decisions}
+    for wanted, keeps in ((kept, True), (again, False)):
+        for name in wanted:
+            module, _, family = name.rpartition(": ")
+            assert any(module in value and family in value and k is keeps for value, k in decisions), (name, keeps)
+            assert not any(module in value and family in value and k is not keeps for value, k in decisions if module)
+
+
+def test_an_error_of_a_policy_says_in_which_module() -> None:
+    def broken(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("no policy for this")
+
+    class Broken(Selective):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy = functools.partial(create_selective_checkpoint_contexts, broken)
+
+    model = Broken()
+    step = sg.compile_train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "none", loss_fn=fixtures.mean_square
+    )
+    with pytest.raises(sg.CaptureError, match="no policy for this") as error:
+        step.prepare(rows(0, 3, 4))
+    assert "body.0" in str(error.value)
 
 
 class Nested(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -77,12 +78,31 @@ def test_budgets_are_kept_used_and_monotone(seed: int, size: int) -> None:
         assert error.value.least_bytes == least
     before = (0, float("inf"))
     for budget in range(least, most + 2):
-        chosen = fastest_within(problem, budget)
+        _, chosen = fastest_within(problem, budget)
         assert before[0] <= chosen.peak_bytes <= budget, "a smaller budget has a smaller peak"
         assert chosen.seconds <= before[1] + 1e-9
         assert chosen.seconds >= outline.seconds + problem.bound_seconds(budget) - 1e-6, "the bound is one"
         before = (chosen.peak_bytes, chosen.seconds)
     assert before == (most, pytest.approx(outline.seconds)), "with all the memory nothing runs again"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.integers(7, 12), st.data())
+def test_plans_from_elsewhere_are_taken_where_they_are_the_fastest(seed: int, size: int, data: st.DataObject) -> None:
+    """What the model asks for is a hint: at no budget is there a plan of the search that is slower than it."""
+    outline = random_outline(seed, size)
+    kept = frozenset(s for s in outline.candidates if data.draw(st.booleans()))
+    hint, root = schedule(outline, Choice(outline.always_kept | kept)), uniform(outline)
+    with mock.patch("stepgraph.planner.recompute.is_small", return_value=False):
+        alone = RecomputeProblem(outline)
+        problem = RecomputeProblem(outline, {"a hint": hint, "the root": root})
+        for other in (hint, root):
+            pick, chosen = fastest_within(problem, other.peak_bytes)
+            assert chosen.seconds <= other.seconds + 1e-9
+            assert chosen.peak_bytes <= other.peak_bytes
+            if pick.found_by == "a hint":
+                assert chosen is hint
+        assert problem.frontier[0].peak_bytes <= min(alone.frontier[0].peak_bytes, hint.peak_bytes, root.peak_bytes)
 
 
 @pytest.mark.parametrize("first", range(0, 240, 30))

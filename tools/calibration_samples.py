@@ -19,6 +19,8 @@ SIZES = (2**8, 2**13, 2**17, 2**20, 2**22)  # elements
 EDGES = (16, 64, 256, 1024)  # of matrices in products
 SMALL_EDGES = (16, 64, 256)  # in batched ones
 WIDTH = 64  # of rows
+LENGTHS, HEADS = (16, 128, 512), (1, 4)  # of sequences that attention looks at
+ROW_COUNTS, ROW_LENGTHS = (4, 64, 1024, 8192), (64, 256, 1024)
 _UNARY: dict[str, Any] = {
     name: getattr(aten, name).default
     for name in (
@@ -34,8 +36,10 @@ _BINARY: dict[str, Any] = {
     },
     "copy": aten.copy_.default,
 }
-_SOFTMAX_BACKWARD: dict[str, Any] = {
-    name: getattr(aten, name).default for name in ("_softmax_backward_data", "_log_softmax_backward_data")
+_SOFTMAX: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "_softmax": (aten._softmax.default, (-1, False)),
+    "_safe_softmax": (aten._safe_softmax.default, (-1,)),
+    "_log_softmax": (aten._log_softmax.default, (-1, False)),
 }
 
 
@@ -67,10 +71,19 @@ def samples(device: torch.device) -> Iterator[Sample]:
         for operator, build in make.by_elements().items():
             for size in SIZES if dtype is torch.float32 else SIZES[::2]:
                 yield Sample(f"{operator}:{name}", partial(_alone, build, size))
+        for heads, length in itertools.product(HEADS, LENGTHS if is_fast else LENGTHS[:2]):
+            for kind, attend, products in (("", make.attention, 2), ("_backward", make.attention_backward, 5)):
+                sizes = (2 * products * length**2 * WIDTH, heads)
+                yield Sample(f"attention{kind}:{name}", partial(_alone, attend, heads, length), sizes)
+        for operator, build_rows in make.by_rows().items():
+            for count, length in itertools.product(
+                ROW_COUNTS if dtype is torch.float32 else ROW_COUNTS[1::2], ROW_LENGTHS
+            ):
+                yield Sample(f"{operator}:{name}", partial(_alone, build_rows, count, length), (count, length))
 
 
-def _alone(build: Callable[[int], Call], size: int) -> list[Call]:
-    return [build(size)]
+def _alone(build: Callable[..., Call], *sizes: int) -> list[Call]:
+    return [build(*sizes)]
 
 
 def work_of_call(target: Any, args: tuple[Any, ...], result: Any) -> Work:
@@ -115,6 +128,7 @@ class _Maker:
         return [
             (aten.bmm.default, (a, self.values(MATRICES, n, k).transpose(1, 2))),
             (aten.bmm.default, (a, self.values(MATRICES, k, n))),
+            (aten.bmm.default, (self.values(MATRICES, k, m).transpose(1, 2), self.values(MATRICES, k, n))),
         ]
 
     def by_elements(self) -> dict[str, Callable[[int], Call]]:
@@ -124,7 +138,6 @@ class _Maker:
             name: partial(self._unary, target) for name, target in _UNARY.items()
         }
         found |= {name: partial(self._binary, target) for name, target in _BINARY.items()}
-        found |= {name: partial(self._softmax_backward, target) for name, target in _SOFTMAX_BACKWARD.items()}
 
         def tensors(size: int) -> list[Tensor]:
             return [v(size // TENSORS) for _ in range(TENSORS)]
@@ -137,14 +150,6 @@ class _Maker:
             "sum": lambda size: (aten.sum.dim_IntList, (rows(size), [-1])),
             "sum outer": lambda size: (aten.sum.dim_IntList, (rows(size), [0])),
             "mean": lambda size: (aten.mean.dim, (rows(size), [-1], True)),
-            "_softmax": lambda size: (aten._softmax.default, (rows(size), -1, False)),
-            "_safe_softmax": lambda size: (aten._safe_softmax.default, (rows(size), -1)),
-            "_log_softmax": lambda size: (aten._log_softmax.default, (rows(size), -1, False)),
-            "native_layer_norm": lambda size: (
-                aten.native_layer_norm.default,
-                (rows(size), [WIDTH], v(WIDTH), v(WIDTH), 1e-5),
-            ),
-            "native_layer_norm_backward": self._layer_norm_backward,
             "embedding": lambda size: (aten.embedding.default, (v(1000, WIDTH), self.indices(size // WIDTH, 1000))),
             "embedding_dense_backward": lambda size: (
                 aten.embedding_dense_backward.default,
@@ -175,14 +180,35 @@ class _Maker:
             "_foreach_norm": lambda size: (aten._foreach_norm.Scalar, (tensors(size), 2)),
             "_foreach_add": lambda size: (aten._foreach_add_.List, (tensors(size), tensors(size))),
             "_foreach_mul": lambda size: (aten._foreach_mul_.Scalar, (tensors(size), 1.0)),
-            "attention": self._attention,
-            "attention_backward": self._attention_backward,
         }
         if self._where["dtype"] is torch.float32:
             found["convolution"] = lambda size: (aten.convolution.default, self._convolution(size))
             found["convolution_backward"] = self._convolution_backward
             found |= {f"fused_{kind}": partial(self._fused, kind) for kind in ("adam", "adamw")}
         return found
+
+    def by_rows(self) -> dict[str, Callable[[int, int], Call]]:
+        """By name of the table, a call on so many rows of such a length."""
+        v, dtype = self.values, self._where["dtype"]
+
+        def layer_norm(count: int, length: int) -> Call:
+            return aten.native_layer_norm.default, (v(count, length), [length], v(length), v(length), 1e-5)
+
+        def layer_norm_backward(count: int, length: int) -> Call:
+            rows, each = v(count, length), v(count, 1)
+            arguments = (v(count, length), rows, [length], each, each, v(length), v(length), [True, True, True])
+            return aten.native_layer_norm_backward.default, arguments
+
+        def softmax(name: str, count: int, length: int) -> Call:
+            target, arguments = _SOFTMAX[name]
+            return target, (v(count, length), *arguments)
+
+        def softmax_backward(name: str, count: int, length: int) -> Call:
+            return getattr(aten, name).default, (v(count, length), v(count, length), -1, dtype)
+
+        found: dict[str, Callable[[int, int], Call]] = {name: partial(softmax, name) for name in _SOFTMAX}
+        found |= {n: partial(softmax_backward, n) for n in ("_softmax_backward_data", "_log_softmax_backward_data")}
+        return found | {"native_layer_norm": layer_norm, "native_layer_norm_backward": layer_norm_backward}
 
     def _permuted(self, size: int) -> Tensor:
         return self.rows(size).view(-1, 4, WIDTH // 4).transpose(0, 1)
@@ -193,22 +219,13 @@ class _Maker:
     def _binary(self, target: Any, size: int) -> Call:
         return target, (self.values(size), self.values(size))
 
-    def _softmax_backward(self, target: Any, size: int) -> Call:
-        return target, (self.rows(size), self.rows(size), -1, self._where["dtype"])
-
-    def _layer_norm_backward(self, size: int) -> Call:
-        rows, statistics = self.rows(size), self.values(size // WIDTH, 1)
-        arguments = (rows, self.rows(size), [WIDTH], statistics, statistics, self.values(WIDTH), self.values(WIDTH))
-        return aten.native_layer_norm_backward.default, (*arguments, [True, True, True])
-
-    def _attention(self, size: int) -> Call:
-        length = min(max(size // (4 * WIDTH), 4), 512)
-        heads = [self.values(max(size // (4 * WIDTH * length), 1), 4, length, WIDTH) for _ in range(3)]
+    def attention(self, heads: int, length: int) -> Call:
         kernel = "_flash_attention" if self._device.type == "cuda" else "_flash_attention_for_cpu"
-        return getattr(aten, f"_scaled_dot_product{kernel}").default, tuple(heads)
+        operands = tuple(self.values(1, heads, length, WIDTH) for _ in range(3))
+        return getattr(aten, f"_scaled_dot_product{kernel}").default, operands
 
-    def _attention_backward(self, size: int) -> Call:
-        forward, heads = self._attention(size)
+    def attention_backward(self, count: int, length: int) -> Call:
+        forward, heads = self.attention(count, length)
         output, *rest = forward(*heads)
         if self._device.type == "cuda":
             random = rest[5:7]

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     calibration = commands.add_parser(
         "calibrate",
         help="measure what this machine can do, for the planner's clock",
-        description="Measures operators of training steps at several sizes, in about half a minute on a CPU, and keeps the "
+        description="Measures operators of training steps at several sizes, in about a minute on a CPU, and keeps the "
         "result for this device, number of threads and version of torch. Plans made here then go by it.",
     )
     calibration.set_defaults(run=_calibrate)
