@@ -134,7 +134,7 @@ def test_clock_compares_what_it_says(load, capsys) -> None:
     load("harness")
     load("recompute")
     clock = load("clock")
-    clock.CALLS = 1
+    clock.TURN_SECONDS = 0.001
     found = clock.compared(clock.steps_of_models(["llama"], 2, 32), 1)
     assert all(predicted > 0 and measured > 0 for predicted, measured in found.values())
     plans = clock.plans_of("llama", 4, 64, 3)
