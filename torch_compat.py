@@ -40,6 +40,7 @@ from torch.fx.experimental.symbolic_shapes import (  # seen in 2.13
     ShapeEnv,
     free_unbacked_symbols,
 )
+from torch.multiprocessing.reductions import StorageWeakRef  # seen in 2.13
 from torch.optim.optimizer import (  # seen in 2.13
     _default_to_fused_or_foreach,
     _global_optimizer_post_hooks,
@@ -64,6 +65,7 @@ __all__ = [
     "OPTIMIZER_BOOKKEEPING",
     "RecordingMode",
     "ShapeEnv",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "WeakTensorKeyDictionary",

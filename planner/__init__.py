@@ -5,8 +5,11 @@ from .hardware import SPECS as SPECS
 from .hardware import HardwareSpec as HardwareSpec
 from .hardware import spec_from_json as spec_from_json
 from .memory import CATEGORIES as CATEGORIES
+from .memory import WORKSPACE as WORKSPACE
 from .memory import MemoryTimeline as MemoryTimeline
 from .memory import Peak as Peak
+from .memory import categories_of as categories_of
+from .memory import category_of_input as category_of_input
 from .memory import simulate as simulate
 from .plan import STRATEGIES as STRATEGIES
 from .plan import Decision as Decision

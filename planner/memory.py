@@ -172,18 +172,12 @@ def simulate(graph: StepGraph, workspace_bytes: Callable[[fx.Node], int] = lambd
             key = storages_of(overwritten[node])[0]
             found[key] = (found[key][0], position - 1)
     makers = [calls[birth] for birth, _ in found.values()]
-    gradients = gradient_storages(graph)
-    states = {
-        key for v in graph.output_nodes(OutputRole.STATE).values() if isinstance(v, fx.Node) for key in storages_of(v)
-    }
+    category = categories_of(graph)
     return MemoryTimeline(
         births=np.array([birth for birth, _ in found.values()], dtype=np.int64),
         deaths=np.array([death for _, death in found.values()], dtype=np.int64),
         sizes=np.array([sizes[key] for key in found], dtype=np.int64),
-        categories=tuple(
-            STATE if key in states else category_of(node, key in gradients)
-            for node, key in zip(makers, found, strict=True)
-        ),
+        categories=tuple(category(node, key) for node, key in zip(makers, found, strict=True)),
         names=tuple(name_of(node) for node in makers),
         workspace=np.array([workspace_bytes(n) for n in calls], dtype=np.int64),
         calls=tuple(name_of(node) for node in calls),
@@ -196,7 +190,7 @@ def resident_bytes(graph: StepGraph) -> dict[str, int]:
     counted: set[int] = set()
     totals: Counter[str] = Counter()
     for node, spec in zip(graph.placeholders, graph.inputs, strict=True):
-        if (category := _OF_ROLE.get(spec.role)) is not None:
+        if (category := category_of_input(spec.role)) is not None:
             sizes = storage_sizes(node)
             totals[category] += sum(size for key, size in sizes.items() if key not in counted)
             counted |= sizes.keys()
@@ -219,6 +213,20 @@ def gradient_storages(graph: StepGraph) -> set[int]:
     return {
         key for node in (*after, graph.output_node) for operand in node.all_input_nodes for key in storages_of(operand)
     }
+
+
+def categories_of(graph: StepGraph) -> Callable[[fx.Node, int], str]:
+    """A function that gives the category of a storage that a call makes."""
+    gradients = gradient_storages(graph)
+    states = {
+        key for v in graph.output_nodes(OutputRole.STATE).values() if isinstance(v, fx.Node) for key in storages_of(v)
+    }
+    return lambda maker, key: STATE if key in states else category_of(maker, key in gradients)
+
+
+def category_of_input(role: InputRole) -> str | None:
+    """The category of an input of a step; None of hyperparameters and other numbers."""
+    return _OF_ROLE.get(role)
 
 
 def category_of(maker: fx.Node, is_gradient: bool) -> str:

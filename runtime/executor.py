@@ -6,10 +6,10 @@ import contextlib
 import linecache
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -25,13 +25,26 @@ _numbers = count()
 # What runs in the place of an operator without a way through the dispatcher.
 _DIRECT: dict[Any, Callable[..., Any]] = {**KERNELS, torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
 
-Watch = Callable[[str], None]  # is told of each stage as it begins, and of "" when the last ends
+
+class Watch(Protocol):
+    """What is told how a step goes on."""
+
+    def begins(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
+        """A graph is about to run on ``inputs``."""
+
+    def at(self, stage: str) -> None:
+        """A stage begins; ``""``: the last ended."""
+
+    def made(self, position: int, value: Any) -> None:
+        """A call returned, and nothing that it read was freed yet."""
+
+
 _watches: list[Watch] = []
 
 
 @contextlib.contextmanager
 def watched(watch: Watch) -> Iterator[None]:
-    """Within the context, executors tell ``watch`` which stage of the step begins."""
+    """Within the context, executors tell ``watch`` how the step goes on."""
     _watches.append(watch)
     try:
         yield
@@ -78,13 +91,14 @@ class Executor:
                 raise
 
     def _watched(self, watch: Watch) -> Callable[[list[Any]], list[Any]]:
-        """The same program, which tells ``watch`` at which stage it is."""
-        source, namespace = _generate(self._graph, tells_stages=True)
+        """The same program, which tells ``watch`` where it is."""
+        source, namespace = _generate(self._graph, is_watched=True)
         run = _compiled(source, self._watched_name, {**namespace, "watch": watch})
 
         def run_to_the_end(inputs: list[Any]) -> list[Any]:
+            watch.begins(self._graph, inputs)
             outputs = run(inputs)
-            watch("")
+            watch.at("")
             return outputs
 
         return run_to_the_end
@@ -122,7 +136,7 @@ def first_run_error(error: Exception) -> CaptureError:
     )
 
 
-def _generate(graph: StepGraph, *, tells_stages: bool = False) -> tuple[str, dict[str, Any]]:
+def _generate(graph: StepGraph, *, is_watched: bool = False) -> tuple[str, dict[str, Any]]:
     namespace: dict[str, Any] = {"graded": grad_mode_below_autograd}
     names: dict[fx.Node, str] = {}
     constants = _Constants(namespace)
@@ -144,9 +158,9 @@ def _generate(graph: StepGraph, *, tells_stages: bool = False) -> tuple[str, dic
             is_graded = not is_graded
             lines += [f"{base}with graded():"] if is_graded else []
         indent = base + "    " * is_graded
-        if tells_stages and stage_of(node) != stage:
+        if is_watched and stage_of(node) != stage:
             stage = stage_of(node)
-            lines.append(f"{indent}watch({stage!r})")
+            lines.append(f"{indent}watch.at({stage!r})")
         names[node] = f"v{i}"
         args = [_literal(a, names, constants) for a in node.args]
         args += [f"{k}={_literal(v, names, constants)}" for k, v in node.kwargs.items()]
@@ -156,6 +170,8 @@ def _generate(graph: StepGraph, *, tells_stages: bool = False) -> tuple[str, dic
             args += [f"{variant.out}={names[overwritten[node]]}"] if variant.out else []
         function = constants.add(target, "f")
         lines.append(f"{indent}{names[node]} = {function}({', '.join(args)})  # {node.meta['key'].name}")
+        if is_watched:
+            lines.append(f"{indent}watch.made({i}, {names[node]})")
         for behind in behind_gates:
             behind.add(node)
         freed = [names[n] for n in freed_after[node]]

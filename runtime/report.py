@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..capture import CapturedUpdate
 from ..device import allocation_peak, synchronize
-from ..graph import HALF_DTYPES, InputRole
-from ..planner import Plan, measured_workspaces, node_seconds, simulate, timeline_of
+from ..graph import HALF_DTYPES, InputRole, StepGraph
+from ..planner import CATEGORIES, WORKSPACE, Plan, measured_workspaces, node_seconds, simulate, timeline_of
 from .calibrated import spec_of
+from .census import Census
 from .compiled import CompiledBatch, Program, Variant
 from .executor import watched
 
@@ -28,6 +29,8 @@ class Measurement:
     Attributes:
         peak_bytes: the step's inputs, and the most that it had allocated beside them at once.
         predicted_bytes: the simulator's figure.
+        categories: for each category of what is alive at the peak, bytes counted and predicted; workspace is what the
+            allocator counts beyond tensors.
         seconds: of its operators, with what measuring costs.
         predicted_seconds: the clock's figure.
         stages: for each phase, and for computing again, seconds measured and predicted.
@@ -36,10 +39,34 @@ class Measurement:
 
     peak_bytes: int
     predicted_bytes: int
+    categories: Mapping[str, tuple[int, int]]
     seconds: float
     predicted_seconds: float
     stages: Mapping[str, tuple[float, float]]
     hardware: str
+
+
+class _Watch:
+    """Times the stages of a step, without its own work, and counts what is alive."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.census = Census()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._device = device
+        self._stage, self._since = "", time.perf_counter()
+
+    def begins(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
+        self.census.begin(graph, inputs)
+
+    def at(self, stage: str) -> None:
+        synchronize(self._device)
+        self.seconds[self._stage] += time.perf_counter() - self._since
+        self._stage, self._since = stage, time.perf_counter()
+
+    def made(self, position: int, value: Any) -> None:
+        self.seconds[self._stage] += time.perf_counter() - self._since
+        self.census.add(position, value)
+        self._since = time.perf_counter()
 
 
 def measured(
@@ -50,23 +77,23 @@ def measured(
     Args:
         program: what ran, to be asked afterwards.
     """
-    now = [("", time.perf_counter())]
-    spent: dict[str, float] = defaultdict(float)
-
-    def watch(stage: str) -> None:
-        synchronize(device)
-        before, since = now[0]
-        now[0] = (stage, time.perf_counter())
-        spent[before] += now[0][1] - since
-
+    watch = _Watch(device)
     with watched(watch):
         result, allocated_bytes = allocation_peak(run, device)
     graph, spec = program().graph, spec_of(device)
     memory, clock = simulate(graph, measured_workspaces(graph)), timeline_of(graph, node_seconds(spec))
-    expected = clock.seconds_by_stage()
+    expected, spent = clock.seconds_by_stage(), watch.seconds
+    peak, peak_bytes = memory.peak(), memory.resident_bytes + allocated_bytes
+    beyond = peak_bytes - watch.census.peak_bytes
+    counted = {**watch.census.by_category, **({WORKSPACE: beyond} if beyond else {})}
     return result, Measurement(
-        memory.resident_bytes + allocated_bytes,
-        memory.peak().peak_bytes,
+        peak_bytes,
+        peak.peak_bytes,
+        {
+            c: (counted.get(c, 0), peak.by_category.get(c, 0))
+            for c in CATEGORIES
+            if c in counted or c in peak.by_category
+        },
         sum(spent[stage] for stage in expected),
         clock.seconds,
         {stage: (spent[stage], expected[stage]) for stage in expected},
@@ -99,6 +126,11 @@ def describe_plan(plan: Plan, measured: Measurement | None) -> Iterator[str]:
     if measured is not None:
         off = measured.peak_bytes / measured.predicted_bytes - 1
         yield f"  measured peak {measured.peak_bytes:,} bytes, predicted {measured.predicted_bytes:,} ({off:+.3%})"
+        told = [
+            f"{category} {counted:,}" + ("" if counted == expected else f" (predicted {expected:,})")
+            for category, (counted, expected) in measured.categories.items()
+        ]
+        yield f"    {', '.join(told)}"
         times = f"{measured.seconds * 1e3:.1f} ms, predicted {measured.predicted_seconds * 1e3:.1f} ms"
         yield f"  measured time {times} on {measured.hardware}"
         for stage, (took, expected) in measured.stages.items():

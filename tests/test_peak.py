@@ -71,6 +71,35 @@ def test_peak_is_as_predicted_and_numbers_are_those_of_eager(name: str) -> None:
     _check(entry, [("none", None), ("sqrt", None), ("auto", least), ("auto", middle), ("auto", high)])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+@pytest.mark.parametrize("plan", ["none", "auto"])
+@pytest.mark.case("B55")
+@pytest.mark.feature("MEM-2")
+def test_a_measured_step_tells_its_peak_by_category_and_its_time_by_stage(name: str, plan: str) -> None:
+    """What is alive at the peak, counted on the tensors, is what the simulator says, category for category.
+
+    With convolutions, whose workspace is measured on zeros, another call can be the one at the peak.
+    """
+    entry = zoo.ZOO[name]
+    budget = _budgets(entry)[1] if plan == "auto" else None
+    step = _compiled(entry.build(), plan, memory_budget=budget)
+    for seed in range(3):
+        step.measure(entry.batch(seed))
+    found, report = step._measured, step.report()
+    assert found is not None
+    assert sum(counted for counted, _ in found.categories.values()) == found.peak_bytes
+    assert sum(expected for _, expected in found.categories.values()) == found.predicted_bytes
+    for category, (counted, expected) in found.categories.items():
+        if name != "resnet" or category in ("parameters", "optimizer state", "buffers", "batch"):
+            assert abs(counted - expected) <= 512, category
+        assert f"{category} {counted:,}" in report
+    assert {"parameters", "optimizer state", "activations"} <= found.categories.keys()
+    assert "measured peak" in report
+    stages = {"forward", "backward", "norm", "update", *(["computing again"] if plan == "auto" else [])}
+    assert stages <= found.stages.keys()
+    assert all(took > 0 and expected > 0 for took, expected in found.stages.values())
+
+
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("adamw_fused", {"precision": "bf16"}),
     "fp16": ("adamw_fused", {"precision": "fp16"}),

@@ -1,0 +1,58 @@
+"""What is alive while a step runs, counted on the tensors themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..graph import StepGraph, overwritten_operands, storages_of, tensors_in
+from ..planner import CATEGORIES, categories_of, category_of_input
+from ..torch_compat import StorageWeakRef
+
+
+class Census:
+    """Counts storages that are alive after each call, before what it read is freed, and remembers where they were most.
+
+    Attributes:
+        peak_bytes: the most that was alive.
+        by_category: of that, the bytes of each category of the memory simulator, in its order.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.by_category: dict[str, int] = {}
+        self._alive: dict[int, tuple[StorageWeakRef, str, int]] = {}
+
+    def begin(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
+        """To be called before ``graph`` runs on ``inputs``."""
+        self._calls = graph.calls
+        self._category = categories_of(graph)
+        self._overwriting = set(overwritten_operands(graph))
+        self._alive = {}
+        for spec, value in zip(graph.inputs, inputs, strict=True):
+            if (category := category_of_input(spec.role)) is not None:
+                for tensor in tensors_in(value):
+                    self._count(tensor, category)
+
+    def add(self, position: int, value: Any) -> None:
+        """To be called with what the call at ``position`` returned."""
+        node = self._calls[position]
+        for tensor, key in zip(tensors_in(value), storages_of(node), strict=False):
+            storage = tensor.untyped_storage()._cdata
+            known = self._alive.get(storage)
+            if known is None or known[0].expired() or node in self._overwriting:
+                self._count(tensor, self._category(node, key))
+        self._alive = {storage: entry for storage, entry in self._alive.items() if not entry[0].expired()}
+        total = sum(size for _, _, size in self._alive.values())
+        if total > self.peak_bytes:
+            counted: Counter[str] = Counter()
+            for _, category, size in self._alive.values():
+                counted[category] += size
+            self.peak_bytes, self.by_category = total, {c: counted[c] for c in CATEGORIES if counted[c]}
+
+    def _count(self, tensor: torch.Tensor, category: str) -> None:
+        storage = tensor.untyped_storage()
+        self._alive[storage._cdata] = (StorageWeakRef(storage), category, storage.nbytes())
