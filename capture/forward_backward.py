@@ -317,13 +317,11 @@ class _Trace:
             warn_user(note)
 
     def _region_notes(self, step_graph: StepGraph) -> list[str]:
-        """What differs from eager in checkpointed regions, and that their values are kept for now."""
+        """What differs from eager in checkpointed regions."""
         regions = self.regions.regions
         if not regions:
             return []
-        notes = [
-            f"{len(regions)} checkpointed regions were captured once; without a recompute pass their values are kept"
-        ]
+        notes = [f"{len(regions)} checkpointed regions were captured once; the plan says what is computed again"]
         inputs = {key for node in step_graph.placeholders for key in storages_of(node)}
         for node in step_graph.calls:
             if node.meta["region"] is None or node.meta["phase"] is not Phase.FORWARD:

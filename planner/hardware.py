@@ -182,7 +182,7 @@ SPECS: dict[str, HardwareSpec] = {
         host_gb_per_second=32,
     ),
     "cpu": HardwareSpec(
-        name="CPU",
+        name="a typical CPU (run stepgraph calibrate)",
         source="round figures of one core of a server with AVX2",
         matmul_flops={"f32": 70e9, "bf16": 25e9, "f16": 20e9, "f64": 35e9},
         attention_flops={"f32": 45e9, "bf16": 20e9, "f16": 15e9, "f64": 20e9},

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, PlanMismatchError
+from .memory import CATEGORIES
 
 VERSION = 1
 STRATEGIES = ("none", "sqrt", "auto")
@@ -102,6 +103,31 @@ class Plan:
     gap: float = 0.0
     hardware: str = ""
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What it does and why, in a few lines."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        again = sum(not d.keeps for d in self.decisions)
+        budget = "" if self.budget_bytes is None else f", budget {self.budget_bytes:,} bytes"
+        yield f"plan: {self.strategy}{budget}"
+        found = self.prediction
+        if found is not None:
+            kept = len(self.decisions) - again
+            if again:
+                yield f"  {kept} results of forward kept, {again} computed again by {len(self.repeats)} operators"
+            else:
+                yield f"  all {kept} results of forward that backward reads are kept"
+            yield f"  found by: {self.found_by}"
+            yield f"  predicted peak {found.peak_bytes:,} bytes at {found.at}"
+            yield f"    {', '.join(f'{c} {found.by_category[c]:,}' for c in CATEGORIES if c in found.by_category)}"
+            share = f", {found.extra_seconds / found.seconds:.1%} of it computing again" if again else ""
+            yield f"  predicted time {found.seconds * 1e3:.1f} ms on {self.hardware}{share}"
+        if self.frontier:
+            price = f"memory costs {self.price * 1e9:.3g} s per GB there"
+            yield f"  at most {self.gap:.1%} slower than any plan within the budget; {price}"
+        yield from (f"  note: {note}" for note in self.notes)
 
     def to_json(self) -> str:
         """The plan as text: equal bytes for equal plans."""

@@ -12,7 +12,7 @@ import torch
 
 from ..capture import CapturedUpdate
 from ..device import allocation_peak, synchronize
-from ..graph import HALF_DTYPES, InputRole, StepGraph
+from ..graph import HALF_DTYPES, InputRole, OutputRole, StepGraph
 from ..planner import CATEGORIES, WORKSPACE, Plan, measured_workspaces, node_seconds, simulate, timeline_of
 from .calibrated import spec_of
 from .census import Census
@@ -35,6 +35,7 @@ class Measurement:
         predicted_seconds: the clock's figure.
         stages: for each phase, and for computing again, seconds measured and predicted.
         hardware: what the clock goes by.
+        creates_state: whether the step was a first one, which creates optimizer state, and notes the random state.
     """
 
     peak_bytes: int
@@ -44,6 +45,7 @@ class Measurement:
     predicted_seconds: float
     stages: Mapping[str, tuple[float, float]]
     hardware: str
+    creates_state: bool
 
 
 class _Watch:
@@ -98,34 +100,17 @@ def measured(
         clock.seconds,
         {stage: (spent[stage], expected[stage]) for stage in expected},
         spec.name,
+        bool(graph.output_nodes(OutputRole.STATE)),
     )
 
 
 def describe_plan(plan: Plan, measured: Measurement | None) -> Iterator[str]:
     """Lines about what a plan does, what it was predicted to need and what a step was measured to need."""
-    again = sum(not d.keeps for d in plan.decisions)
-    budget = "" if plan.budget_bytes is None else f", budget {plan.budget_bytes:,} bytes"
-    yield f"plan: {plan.strategy}{budget}"
-    found = plan.prediction
-    if found is not None:
-        kept = f"{len(plan.decisions) - again} results of forward kept, {again} computed again by {len(plan.repeats)} operators"
-        yield (
-            f"  {kept}: {plan.found_by}"
-            if again
-            else f"  all {len(plan.decisions)} results of forward that backward reads are kept"
-        )
-        yield f"  found by: {plan.found_by}"
-        yield f"  predicted peak {found.peak_bytes:,} bytes at {found.at}"
-        yield f"    {', '.join(f'{category} {size:,}' for category, size in found.by_category.items())}"
-        share = f", {found.extra_seconds / found.seconds:.1%} of it computing again" if again else ""
-        yield f"  predicted time {found.seconds * 1e3:.1f} ms on {plan.hardware}{share}"
-    if plan.frontier:
-        price = f"memory costs {plan.price * 1e9:.3g} s per GB there"
-        yield f"  at most {plan.gap:.1%} slower than any plan within the budget; {price}"
-    yield from (f"  note: {note}" for note in plan.notes)
+    yield from str(plan).splitlines()
     if measured is not None:
         off = measured.peak_bytes / measured.predicted_bytes - 1
-        yield f"  measured peak {measured.peak_bytes:,} bytes, predicted {measured.predicted_bytes:,} ({off:+.3%})"
+        first = ", in a first step, which creates the optimizer's state" if measured.creates_state else ""
+        yield f"  measured peak {measured.peak_bytes:,} bytes, predicted {measured.predicted_bytes:,} ({off:+.3%}){first}"
         told = [
             f"{category} {counted:,}" + ("" if counted == expected else f" (predicted {expected:,})")
             for category, (counted, expected) in measured.categories.items()

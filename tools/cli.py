@@ -17,7 +17,6 @@ from ..errors import ConfigError, StepGraphError
 from ..graph import Phase
 from ..planner import SPECS, Plan
 from ..runtime.calibrated import calibration_path
-from ..runtime.report import describe_plan
 from .calibrate import calibrate
 from .dump import Dump, Selection
 from .job import load_job
@@ -132,7 +131,7 @@ def _plan(args: argparse.Namespace) -> int:
     step = job.compile(plan=args.plan, lowering="eager", **{k: v for k, v in given.items() if v is not None})
     step.prepare(job.batch)
     plan = step.plan
-    print("\n".join(describe_plan(plan, None)))
+    print(plan)
     if args.frontier:
         print("\n".join(_frontier(plan)))
     if args.save is not None:
@@ -146,10 +145,11 @@ def _frontier(plan: Plan) -> Iterator[str]:
         yield "no frontier: everything fits, so nothing was searched"
         return
     fastest = min(seconds for _, seconds in plan.frontier)
-    yield f"{'peak GB':>10} {'ms':>10}  slower"
+    taken = plan.prediction.peak_bytes if plan.prediction is not None else 0
+    yield f"{'peak bytes':>18} {'ms':>10}  slower"
     for peak_bytes, seconds in plan.frontier:
-        slower = seconds / fastest - 1
-        yield f"{peak_bytes / 1e9:10.3f} {seconds * 1e3:10.1f}  {slower:6.1%} {'#' * round(100 * slower)}"
+        slower, mark = seconds / fastest - 1, " <- this plan" if peak_bytes == taken else ""
+        yield f"{peak_bytes:18,} {seconds * 1e3:10.2f}  {slower:6.1%} {'#' * round(100 * slower)}{mark}"
 
 
 def _calibrate(args: argparse.Namespace) -> int:
