@@ -16,6 +16,8 @@ from .operands import argument as argument
 from .operands import arguments_by_name as arguments_by_name
 from .operands import freeze as freeze
 from .operands import nodes_in as nodes_in
+from .repeat_rules import can_repeat as can_repeat
+from .repeat_rules import written_before_update as written_before_update
 from .reuse import has_unknown_calls as has_unknown_calls
 from .reuse import overwritable as overwritable
 from .reuse import overwritten_operands as overwritten_operands

@@ -26,6 +26,21 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
     KERNELS[getattr(torch.ops.stepgraph, name).default] = run
 
 
+def _compact(target: Any) -> Callable[..., Any]:
+    """An operator whose CPU kernel leaves a small result in a large storage, with the result in one of its own size."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = target(*args, **kwargs)
+        return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result
+
+    return run
+
+
+# Reduced over a buffer that is shrunk to one element and kept: the elementwise loss would live as long as the loss.
+for _loss in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"):
+    KERNELS[getattr(torch.ops.aten, _loss).default] = _compact(getattr(torch.ops.aten, _loss).default)
+
+
 def nonfinite_code(loss: Tensor, norm: Tensor, grads: list[Tensor], norm_decides: bool) -> Tensor:
     """0 where everything is finite, else what is not.
 

@@ -9,7 +9,16 @@ from typing import ClassVar
 from torch import fx
 
 from ..errors import PlanMismatchError
-from ..graph import Phase, StepGraph, allocated_by, arguments_without_writes, is_view, storages_of
+from ..graph import (
+    Phase,
+    StepGraph,
+    allocated_by,
+    arguments_without_writes,
+    can_repeat,
+    is_view,
+    storages_of,
+    written_before_update,
+)
 from ..planner import Plan
 from .base import Pass, PassResult
 
@@ -35,6 +44,7 @@ class Recompute(Pass):
             raise PlanMismatchError(
                 f"the plan names {missing[0]}, which the graph does not have", dict.fromkeys(missing)
             )
+        self._check(graph, nodes)
         before: dict[fx.Node, list[tuple[fx.Node, tuple[int, ...]]]] = {}
         for repeat in self.plan.repeats:
             before.setdefault(nodes[repeat.before], []).append((nodes[repeat.operator], repeat.results))
@@ -45,6 +55,23 @@ class Recompute(Pass):
         rewriter.erase_unread_views()
         repeated = rewriter.repeated
         return PassResult(bool(repeated), {"repeats": len(self.plan.repeats)}, {"repeats": repeated})
+
+    def _check(self, graph: StepGraph, nodes: dict[str, fx.Node]) -> None:
+        """Refuses what no plan of this graph asks for."""
+        written, allocated = written_before_update(graph), allocated_by(graph.graph)
+        for repeat in self.plan.repeats:
+            node, made = nodes[repeat.operator], allocated.get(nodes[repeat.operator], ())
+            if node.meta["phase"] is not Phase.FORWARD or is_view(node) or not can_repeat(node, written):
+                why = (
+                    "which cannot: it draws, picks indices or works on memory that is written, or it is not of forward"
+                )
+            elif nodes[repeat.before].meta["phase"] is not Phase.BACKWARD:
+                why = f"before {repeat.before}, which is not of backward"
+            elif not all(0 <= position < len(made) for position in repeat.results):
+                why = f"and takes results {list(repeat.results)} of {len(made)}"
+            else:
+                continue
+            raise PlanMismatchError(f"the plan runs {repeat.operator} again, {why}", [repeat.operator])
 
 
 class _Rewriter:

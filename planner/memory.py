@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
@@ -107,6 +107,11 @@ class MemoryTimeline:
         """Bytes alive while each call runs, the step's inputs included; int64, one for each call."""
         live: np.ndarray = live_bytes(self.births, self.deaths, self.sizes, len(self.calls)) + self.workspace
         return live + self.resident_bytes
+
+    def settled(self) -> MemoryTimeline:
+        """As in every later step: the optimizer state that this one creates is there from the beginning."""
+        created = np.array([category == STATE for category in self.categories], dtype=bool)
+        return replace(self, births=np.where(created, 0, self.births))
 
     def peak(self, largest: int = 10) -> Peak:
         """The call at which most is alive, the first of equals, and what that is."""

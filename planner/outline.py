@@ -15,26 +15,20 @@ from typing import NamedTuple
 from torch import fx
 
 from ..graph import (
-    CAPTURED_PHASES,
     OutputRole,
     Phase,
     StepGraph,
     allocated_by,
-    arguments_without_writes,
-    effects_of,
+    can_repeat,
     has_unknown_calls,
     is_view,
     likeness_of,
     name_of,
-    nodes_in,
     overwritable,
-    picks_indices,
     storage_sizes,
     storages_of,
-    tensors_in,
-    written_nodes,
+    written_before_update,
 )
-from ..torch_compat import has_symbolic_shape
 from .memory import CATEGORIES, STATE, category_of, gradient_storages, resident_bytes
 
 
@@ -194,7 +188,7 @@ def outline_of(
 
     Optimizer state that the step creates counts as given: it is there in every later step.
     """
-    fixed = _written_before_update(graph)
+    fixed = written_before_update(graph)
     allocated = allocated_by(graph.graph)
     numbers: dict[int, int] = {}
     sizes: list[int] = []
@@ -251,28 +245,3 @@ def outline_of(
         given={c: given[c] for c in CATEGORIES if given[c]},
         beside_seconds=beside_seconds,
     )
-
-
-def can_repeat(node: fx.Node, written: frozenset[int]) -> bool:
-    """Whether a forward call, run again in backward, gives the same bits and changes nothing.
-
-    Random draws, writes, and indices that are picked by comparing values are never made twice; nor is what reads memory that
-    is written before the update, since it would read it at another time. A batch norm is made again without its statistics.
-
-    Args:
-        written: storages that a call of forward or backward writes in place.
-    """
-    arguments = arguments_without_writes(node)
-    effects = effects_of(node)
-    writes_statistics = arguments != (node.args, node.kwargs) and replace(effects, writes=()).pure
-    if not (effects.pure or writes_statistics) or picks_indices(node):
-        return False
-    values = (node, *nodes_in(arguments[0]), *nodes_in(list(arguments[1].values())))
-    if any(has_symbolic_shape(t) for v in values for t in tensors_in(v.meta["val"])):
-        return False  # sizes that depend on data would be symbols of their own
-    return not any(key in written for value in values for key in storages_of(value))
-
-
-def _written_before_update(graph: StepGraph) -> frozenset[int]:
-    calls = [n for n in graph.calls if n.meta["phase"] in CAPTURED_PHASES]
-    return frozenset(key for node in calls for operand in written_nodes(node) for key in storages_of(operand))

@@ -310,6 +310,18 @@ class RecomputeProblem:
                 ordered.append(pick)
         return ordered
 
+    @cached_property
+    def simulated_frontier(self) -> list[tuple[Pick, Schedule]]:
+        """The plans of the frontier by their simulated peaks and times, without those that others are below in both."""
+        plans = sorted(
+            ((pick, self.realised(pick)) for pick in self.frontier), key=lambda p: (p[1].peak_bytes, p[1].seconds)
+        )
+        ordered: list[tuple[Pick, Schedule]] = []
+        for pick, plan in plans:
+            if not ordered or plan.seconds < ordered[-1][1].seconds:
+                ordered.append((pick, plan))
+        return ordered
+
     def _corners(self) -> list[Pick]:
         """Plans that the linear program leads to over a grid of budgets, by rising peak."""
         most = self._pick((0,) * len(self.blocks))

@@ -80,6 +80,9 @@ def plan_step(
 def fastest_within(problem: RecomputeProblem, budget_bytes: int) -> tuple[Pick, Schedule]:
     """The fastest plan of the frontier whose simulated peak keeps to the budget.
 
+    Where a plan's peak is what the rows said, as it mostly is, one schedule is all it takes. Otherwise all plans are simulated,
+    and the frontier of what comes out counts.
+
     The frontier holds every way there is to make a plan, so this is also the ladder to fall back on: where no choice of one
     option for each block keeps to the budget, stretches of blocks that start again do, or √L, or what the model asks for.
 
@@ -89,9 +92,13 @@ def fastest_within(problem: RecomputeProblem, budget_bytes: int) -> tuple[Pick, 
     for pick in reversed(problem.frontier):
         if pick.peak_bytes <= budget_bytes:
             chosen = problem.realised(pick)
-            if chosen.peak_bytes <= budget_bytes:
+            if chosen.peak_bytes == pick.peak_bytes:
                 return pick, chosen
-    least = problem.frontier[0].peak_bytes
+            break
+    for pick, chosen in reversed(problem.simulated_frontier):
+        if chosen.peak_bytes <= budget_bytes:
+            return pick, chosen
+    least = problem.simulated_frontier[0][1].peak_bytes
     raise PlanError(_infeasible(budget_bytes, least), least)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from ..device import allocation_peak, autocast_off
 from ..graph import CAPTURED_PHASES, StepGraph, effects_of, is_view, likeness_of, storage_sizes, storages_of, tensors_in
+from ..graph.ops import KERNELS
 from ..torch_compat import grad_mode_below_autograd, has_symbolic_shape
 
 _MEASURED: dict[Hashable, int] = {}
@@ -55,7 +56,7 @@ def _is_measurable(node: fx.Node) -> bool:
 
 
 def _measure(node: fx.Node) -> int:
-    target: Any = node.target
+    target: Any = KERNELS.get(node.target, node.target)
     scratch = {operand: _zeros(operand.meta["val"]) for operand in node.all_input_nodes}
     args, kwargs = fx.map_arg((node.args, node.kwargs), scratch.__getitem__)
     given = {key for operand in node.all_input_nodes for key in storages_of(operand)}

@@ -170,7 +170,7 @@ class CompiledBatch:
         if self.plan is None:
             self.variant(self.last_part)
         assert self.plan is not None
-        if self.plan.prediction is None:
+        if self.plan.prediction is None and self._options.planning.given is None:
             graph = self.variant(self.last_part).graph
             self.plan = self._options.planning.made(graph, self._optimizer, self._planned_for)
         return self.plan

@@ -14,7 +14,7 @@ from torch import fx
 
 from ..device import memory_bytes, stands_for
 from ..errors import ConfigError, NotYetError, PlanError
-from ..graph import OutputRole, StepGraph, storage_sizes
+from ..graph import StepGraph, storage_sizes
 from ..passes import CompactMasks, PassRecord, Recompute, run_passes
 from ..planner import (
     SPECS,
@@ -82,7 +82,7 @@ class Planning:
             return Plan(self.strategy), []
         records = []
         budget = self._budget(device)
-        if self.strategy == "auto" and budget is not None and self._peak(graph, device) + created_bytes(graph) > budget:
+        if self.strategy == "auto" and budget is not None and self._peak(graph, device) > budget:
             records = run_passes(graph, [CompactMasks()])
         plan = self.made(graph, optimizer, device)
         return replace(plan, compacts_masks=any(record.result.changed for record in records)), records
@@ -99,7 +99,7 @@ class Planning:
         )
 
     def _peak(self, graph: StepGraph, device: torch.device) -> int:
-        return simulate(graph, self._workspaces(graph, device)).peak().peak_bytes
+        return simulate(graph, self._workspaces(graph, device)).settled().peak().peak_bytes
 
     def _workspaces(self, graph: StepGraph, device: torch.device) -> Callable[[fx.Node], int]:
         """Nothing, where operators cannot run or would run on something else."""
@@ -148,14 +148,6 @@ def apply_plan(graph: StepGraph, plan: Plan, *, uses_inductor: bool) -> list[Pas
             'lowering="eager", or plan="none" without a memory_budget.'
         )
     return run_passes(graph, [*([CompactMasks()] if plan.compacts_masks else []), Recompute(plan)])
-
-
-def created_bytes(graph: StepGraph) -> int:
-    """Bytes of optimizer state that a first update creates, and every later step has from the beginning."""
-    created = {}
-    for value in graph.output_nodes(OutputRole.STATE).values():
-        created.update(storage_sizes(value) if isinstance(value, fx.Node) else {})
-    return sum(created.values())
 
 
 def everything_bytes(graph: StepGraph) -> int:

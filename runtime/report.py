@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..capture import CapturedUpdate
+from ..capture import CapturedUpdate, garbage_collection_paused
 from ..device import allocation_peak, synchronize
 from ..graph import HALF_DTYPES, InputRole, OutputRole, StepGraph
 from ..planner import CATEGORIES, WORKSPACE, Plan, measured_workspaces, node_seconds, simulate, timeline_of
@@ -80,7 +81,8 @@ def measured(
         program: what ran, to be asked afterwards.
     """
     watch = _Watch(device)
-    with watched(watch):
+    gc.collect()  # what it frees amid the step would be taken off the peak
+    with watched(watch), garbage_collection_paused():
         result, allocated_bytes = allocation_peak(run, device)
     graph, spec = program().graph, spec_of(device)
     memory, clock = simulate(graph, measured_workspaces(graph)), timeline_of(graph, node_seconds(spec))

@@ -531,3 +531,37 @@ def test_no_warning_where_nothing_is_wrong() -> None:
             fixture.model, torch.optim.SGD(fixture.model.parameters(), lr=0.1), loss_fn=fixture.loss_fn
         )
         step(fixture.batch)
+
+
+class Residual(nn.Module):
+    """The input of each region is read inside of it twice and outside as well."""
+
+    def __init__(self, use_reentrant: bool, nested: bool) -> None:
+        super().__init__()
+        self.entry = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.use_reentrant, self.nested = use_reentrant, nested
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for layer in self.layers:
+
+            def inner(h: Tensor, layer: nn.Module = layer) -> Tensor:
+                return h + layer(h)
+
+            def outer(h: Tensor, inner: Callable[[Tensor], Tensor] = inner) -> Tensor:
+                return checkpoint(inner, h, use_reentrant=self.use_reentrant) + h
+
+            x = x + checkpoint(outer if self.nested else inner, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("plan", ["none", "auto"])
+@pytest.mark.feature("CKPT-5", "CKPT-12")
+def test_a_reentrant_region_adds_up_the_gradient_of_its_input_first(
+    use_reentrant: bool, nested: bool, plan: str
+) -> None:
+    batches = [rows(seed, 24, 16) for seed in range(5)]
+    compare(lambda: Residual(use_reentrant, nested), batches, fixtures.mean_square, plan=plan)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stepgraph as sg
@@ -277,3 +278,144 @@ def test_files_that_are_no_plans(tmp_path: Any, text: str) -> None:
 )
 def test_budgets_are_read(given: Any, bytes_: int) -> None:
     assert parse_bytes(given) == bytes_
+
+
+LOSSES: dict[str, Any] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "soft margin": lambda a, b: F.soft_margin_loss(a, b.sign()),
+    "binary cross entropy": lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.sigmoid()),
+    "binary cross entropy with logits": lambda a, b: F.binary_cross_entropy_with_logits(a, b.sigmoid()),
+    "poisson nll": lambda a, b: F.poisson_nll_loss(a, b.abs()),
+    "kl": lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"),
+    "cross entropy": lambda a, b: F.cross_entropy(a, b.argmax(1)),
+    "multi margin": lambda a, b: F.multi_margin_loss(a, b.argmax(1)),
+    "hinge": lambda a, b: F.hinge_embedding_loss(a, b.sign()),
+    "cosine": lambda a, b: F.cosine_embedding_loss(a, b, torch.ones(a.shape[0])),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.case("B55", "B56")
+def test_a_loss_holds_no_more_than_its_own_bytes(name: str) -> None:
+    """CPU kernels of some losses shrink the elementwise loss to one element and keep its memory."""
+    batch = (fixtures.rows(0, 256, 64), fixtures.rows(1, 256, 64))
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)])
+
+    eager_model, model = oracle.twin(make)
+    loss = LOSSES[name](eager_model(batch[0]), batch[1])
+
+    def compiled(budget: int) -> sg.TrainStep:
+        return sg.compile_train_step(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), criterion=LOSSES[name], memory_budget=budget
+        )
+
+    with pytest.raises(sg.PlanError) as error:
+        compiled(1).prepare(batch)
+    step = compiled(error.value.least_bytes)
+    result, _ = peak_of_step(step, batch)
+    assert torch.equal(result.loss, loss.detach())
+    assert result.loss.untyped_storage().nbytes() == result.loss.nbytes
+    _, peak = peak_of_step(step, batch)
+    assert peak <= error.value.least_bytes + 512
+
+
+class Shared(torch.nn.Module):
+    """Blocks that run twice, under tied embeddings: under autocast, shared casts live through both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 48, padding_idx=0)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.LayerNorm(48),
+                torch.nn.Linear(48, 192),
+                torch.nn.GELU(),
+                torch.nn.Linear(192, 48),
+                torch.nn.Dropout(0.1),
+            )
+            for _ in range(3)
+        )
+        self.head = torch.nn.Linear(48, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for _ in range(2):
+            for block in self.blocks:
+                hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.case("B56")
+def test_the_least_budget_that_is_told_is_one_that_works(precision: str) -> None:
+    """Also where the rows of the blocks miss a plan's peak; and peaks and times follow the budget there too."""
+    ids = torch.randint(0, 50, (4, 24), generator=torch.Generator().manual_seed(0))
+
+    def planned(budget: int) -> Plan:
+        with fixtures.seeded(0):
+            model = Shared()
+        step = sg.compile_train_step(
+            model,
+            torch.optim.AdamW(model.parameters(), fused=True),
+            loss_fn=lambda m, b: F.cross_entropy(m(b).flatten(0, 1), b.flatten()),
+            precision=precision,
+            memory_budget=budget,
+        )
+        step.prepare(ids)
+        return step.plan
+
+    with pytest.raises(sg.PlanError) as error:
+        planned(1)
+    least = error.value.least_bytes
+    with pytest.raises(sg.PlanError):
+        planned(least - 1)
+    before = (0, float("inf"))
+    for budget in np.linspace(least, 1.4 * least, 12):
+        found = planned(int(budget)).prediction
+        assert found is not None
+        assert before[0] <= found.peak_bytes <= budget
+        assert found.seconds <= before[1]
+        before = (found.peak_bytes, found.seconds)
+
+
+def test_a_replayed_plan_is_held_against_the_budget_of_every_later_step(tmp_path: Any) -> None:
+    """The first graph has no optimizer state yet; the budget is for those that have."""
+    batch = fixtures.rows(0, 32, 64)
+    made = _deep_step("sqrt")
+    made.prepare(batch)
+    path, peak = made.plan.save(tmp_path / "plan.json"), made.plan.prediction.peak_bytes
+    _deep_step(path, peak).prepare(batch)
+    with pytest.raises(sg.PlanError, match="made elsewhere") as error:
+        _deep_step(path, peak - 1).prepare(batch)
+    assert error.value.least_bytes == peak
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda repeats, names: repeats[0].update(results=[99]), r"takes results \[99\]"),
+        (lambda repeats, names: repeats[0].update(results=[-1]), r"takes results \[-1\]"),
+        (lambda repeats, names: repeats[0].update(operator=repeats[0]["before"]), "not of forward"),
+        (lambda repeats, names: repeats[0].update(before=repeats[0]["operator"]), "not of backward"),
+        (lambda repeats, names: repeats[0].update(operator=names["empty_like"]), "memory that is written"),
+        (lambda repeats, names: repeats[0].update(operator=names["bernoulli_"]), "draws"),
+        (lambda repeats, names: repeats[0].update(operator="nowhere"), "does not have"),
+    ],
+)
+def test_a_plan_that_was_edited_into_what_cannot_run_is_refused(tmp_path: Any, change: Any, told: str) -> None:
+    batch = fixtures.rows(0, 32, 64)
+    made = _deep_step("sqrt")
+    made.prepare(batch)
+    calls = [n.meta["key"] for n in made.graph.calls if str(n.meta["phase"]) == "forward"]
+    names = {key.family: key.name for key in calls}
+    values = json.loads(made.plan.to_json())
+    change(values["repeats"], names)
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(PlanMismatchError, match=told):
+        _deep_step(tmp_path / "plan.json").prepare(batch)
