@@ -14,9 +14,22 @@ import torch
 from torch import Tensor, fx
 
 from ..device import allocation_peak, autocast_off
-from ..graph import CAPTURED_PHASES, StepGraph, effects_of, is_view, likeness_of, storage_sizes, storages_of, tensors_in
+from ..graph import (
+    CAPTURED_PHASES,
+    StepGraph,
+    effects_of,
+    family_of,
+    is_view,
+    likeness_of,
+    storage_sizes,
+    storages_of,
+    tensors_in,
+)
 from ..graph.ops import KERNELS
 from ..torch_compat import grad_mode_below_autograd, has_symbolic_shape
+
+# They take what their forward packed into a buffer, and read past its end where that holds zeros.
+_READS_PACKED = frozenset({"mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"})
 
 _MEASURED: dict[Hashable, int] = {}
 
@@ -24,8 +37,8 @@ _MEASURED: dict[Hashable, int] = {}
 def measured_workspaces(graph: StepGraph) -> Callable[[fx.Node], int]:
     """Bytes that each call of forward and backward needs while it runs, beside operands and results.
 
-    Those not measured before in this process run once, on memory of their own. What draws random numbers, depends on data or
-    is no torch operator counts 0, and so does the update.
+    Those not measured before in this process run once, on memory of their own. What draws random numbers, depends on data,
+    reads what its forward packed or is no torch operator counts 0, and so does the update.
     """
     found = {}
     for node in graph.calls:
@@ -46,6 +59,7 @@ def _is_measurable(node: fx.Node) -> bool:
         or effects.opaque
         or effects.collective
         or effects.control
+        or family_of(node.target) in _READS_PACKED
         or node.target.namespace not in ("aten", "stepgraph")
     ):
         return False

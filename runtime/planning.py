@@ -66,7 +66,8 @@ class Planning:
     ) -> tuple[Plan, list[PassRecord]]:
         """The plan for a rewritten step graph on ``device``; without figures where there is nothing to decide.
 
-        Where a budget binds, dropout masks are compacted first, since what the plan may drop depends on it.
+        Where a budget binds, the step is planned with dropout masks as they are and as bits, since what a plan may drop depends
+        on it, and the faster plan is taken.
 
         Args:
             device: of the parameters; on meta, nothing can run to see what it needs.
@@ -80,12 +81,25 @@ class Planning:
             return self.given, []
         if self.decides_nothing(graph, device):
             return Plan(self.strategy), []
-        records = []
         budget = self._budget(device)
-        if self.strategy == "auto" and budget is not None and self._peak(graph, device) > budget:
-            records = run_passes(graph, [CompactMasks()])
-        plan = self.made(graph, optimizer, device)
-        return replace(plan, compacts_masks=any(record.result.changed for record in records)), records
+        if self.strategy != "auto" or budget is None or self._peak(graph, device) <= budget:
+            return self.made(graph, optimizer, device), []
+        packed = graph.copy()
+        if not any(record.result.changed for record in run_passes(packed, [CompactMasks()])):
+            return self.made(graph, optimizer, device), []
+        plans = []
+        errors = []
+        for candidate in (graph, packed):
+            try:
+                plans.append((self.made(candidate, optimizer, device), candidate is packed))
+            except PlanError as error:
+                errors.append(error)
+        if not plans:
+            raise min(errors, key=lambda error: error.least_bytes)
+        plan, is_packed = min(plans, key=lambda found: (_seconds(found[0]), found[1]))
+        bound = min(_seconds(found) / (1 + found.gap) for found, _ in plans)
+        plan = replace(plan, gap=float(f"{max(_seconds(plan) / bound - 1, 0.0):.9g}"), compacts_masks=is_packed)
+        return plan, run_passes(graph, [CompactMasks()]) if is_packed else []
 
     def made(self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device) -> Plan:
         """The plan with all its figures."""
@@ -132,6 +146,11 @@ class Planning:
                 'plan="auto".',
                 peak,
             )
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.seconds
 
 
 def apply_plan(graph: StepGraph, plan: Plan, *, uses_inductor: bool) -> list[PassRecord]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -103,3 +104,22 @@ def test_a_budget_that_binds_compacts_masks_and_is_kept(monkeypatch: pytest.Monk
     with fixtures.seeded(1):
         assert torch.equal(replayed(batch).loss, expected.loss)
     assert replayed.plan.to_json() == saved
+
+
+def test_masks_stay_as_they_are_where_that_is_faster_and_the_gap_is_to_both() -> None:
+    """At a loose budget, packing all masks costs more than computing a little again."""
+    batch = torch.ones(512, 64)
+    free = _step("none")
+    free.prepare(batch)
+    whole = free.plan.prediction
+    step = _step(budget=whole.peak_bytes - 1)
+    step.prepare(batch)
+    assert step.plan.repeats
+    assert not step.plan.compacts_masks
+    assert not any("pack_bits" in n.meta["key"].name for n in step.graph.calls)
+    before = float("inf")
+    for share in np.linspace(0.6, 1.0, 9):
+        at = _step(budget=int(share * (whole.peak_bytes - 1)))
+        at.prepare(batch)
+        assert at.plan.prediction.seconds <= before, "a larger budget is never slower, packed or not"
+        before = at.plan.prediction.seconds

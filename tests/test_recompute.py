@@ -419,3 +419,27 @@ def test_a_plan_that_was_edited_into_what_cannot_run_is_refused(tmp_path: Any, c
     (tmp_path / "plan.json").write_text(json.dumps(values))
     with pytest.raises(PlanMismatchError, match=told):
         _deep_step(tmp_path / "plan.json").prepare(batch)
+
+
+class Sequence(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = torch.nn.LSTM(8, 16, num_layers=2, batch_first=True), torch.nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def test_workspaces_are_not_measured_where_an_operator_reads_what_its_forward_packed() -> None:
+    """The backward of oneDNN's LSTM ends the process when its workspace holds zeros."""
+    model = Sequence()
+    step = sg.compile_train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "none", loss_fn=fixtures.mean_square
+    )
+    step(torch.randn(3, 5, 8))
+    assert any("mkldnn_rnn_layer_backward" in n.meta["key"].name for n in step.graph.calls)
+    assert "predicted peak" in step.report()
+    with pytest.raises(sg.PlanError, match="at least"):
+        sg.compile_train_step(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=fixtures.mean_square, memory_budget=1
+        ).prepare(torch.randn(3, 5, 8))
