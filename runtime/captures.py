@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..capture import (
     CapturedStep,
@@ -28,6 +29,8 @@ from ..capture import (
 )
 from ..device import stands_for
 from ..errors import ConfigError, StepGraphError
+from ..graph import InputRole, StorageMap
+from ..planner import simulate
 from .attributes import AttributeWatch
 from .compiled import CompiledBatch, Program
 from .executor import first_run_error
@@ -164,7 +167,7 @@ class Captures:
         """Runs a capture that has never run: what only real values show, such as dtypes that do not fit, is told as a capture's
         failure, and undone."""
         try:
-            with restored_on_error(self._model):
+            with restored_on_error(*self._undoable(program, inputs)):
                 outputs = program.executor(inputs)
         except Exception as error:
             if isinstance(error, StepGraphError):
@@ -174,6 +177,19 @@ class Captures:
             raise first_run_error(error) from error
         compiled.has_run = True
         return outputs
+
+    def _undoable(self, program: Program, inputs: list[Any]) -> tuple[list[Tensor], set[torch.device], float]:
+        """Buffers and other tensors of the model that a program writes, devices, and the bytes that a copy may take."""
+        graph, budget = program.graph, self._options.planning.budget_bytes
+        storages = StorageMap(graph.graph)
+        written = [
+            value
+            for node, spec, value in zip(graph.placeholders, graph.inputs, inputs, strict=True)
+            if spec.role in (InputRole.BUFFER, InputRole.CONSTANT) and storages.is_written(node)
+        ]
+        devices = {value.device for value in inputs if isinstance(value, Tensor)}
+        room = math.inf if budget is None else budget - simulate(graph).settled().peak().peak_bytes
+        return written, devices, room
 
 
 @contextlib.contextmanager

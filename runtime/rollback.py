@@ -45,17 +45,24 @@ def rolled_back(model: nn.Module, optimizer: torch.optim.Optimizer, further: Ite
 
 
 @contextmanager
-def restored_on_error(model: nn.Module) -> Iterator[None]:
-    """An error leaves buffers, tensors in plain attributes and the random streams as they were. Takes a copy of those."""
-    tensors = tensors_of(model)
-    states = rng_state({held.tensor.device for held in tensors.all})
-    copies = _copied_storages([held.tensor for held in tensors.buffers + tensors.attributes])
+def restored_on_error(written: list[Tensor], devices: set[torch.device], room_bytes: float) -> Iterator[None]:
+    """An error leaves the given tensors and the random streams as they were.
+
+    Args:
+        written: what may be written in place; its storages are copied.
+        room_bytes: for the copies; where they need more, there are none, and an error says so.
+    """
+    states = rng_state(devices)
+    fits = sum({storage_key(t): t.untyped_storage().nbytes() for t in written}.values()) <= room_bytes
+    copies = _copied_storages(written) if fits else []
     try:
         yield
-    except Exception:
+    except Exception as error:
         for storage, copied in copies:
             storage.copy_(copied)
         set_rng_state(states)
+        if not fits and hasattr(error, "add_note"):
+            error.add_note("buffers may hold what this step wrote: memory_budget had no room for a copy of them")
         raise
 
 

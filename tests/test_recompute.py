@@ -443,3 +443,41 @@ def test_workspaces_are_not_measured_where_an_operator_reads_what_its_forward_pa
         sg.compile_train_step(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=fixtures.mean_square, memory_budget=1
         ).prepare(torch.randn(3, 5, 8))
+
+
+class Queue(torch.nn.Module):
+    """Forward writes a buffer that is larger than all activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(6)]
+        )
+        self.register_buffer("queue", torch.zeros(2000, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(x)
+        self.queue[: x.shape[0]] = hidden.detach()
+        return hidden + self.queue.mean(0)
+
+
+@pytest.mark.case("B55")
+def test_the_first_step_of_a_capture_keeps_to_the_budget_as_well() -> None:
+    """Its copy of written buffers, by which a failing step is undone, is left out where there is no room for it."""
+    batches = [fixtures.rows(n, 256 - 16 * (n // 2), 64) for n in range(4)]
+
+    def compiled(budget: int | None) -> sg.TrainStep:
+        model = oracle.twin(Queue)[1]
+        return sg.compile_train_step(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=fixtures.mean_square, memory_budget=budget
+        )
+
+    with pytest.raises(sg.PlanError) as error:
+        compiled(1).prepare(batches[0])
+    step, free = compiled(error.value.least_bytes), compiled(None)
+    for batch in batches:
+        _, peak = peak_of_step(step, batch)
+        assert peak <= error.value.least_bytes + 8192, "the random state"
+        free(batch)
+    assert step.captures == 2
+    assert torch.equal(step.model.queue, free.model.queue)
