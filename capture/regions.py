@@ -75,7 +75,7 @@ class RegionRecorder:
     def _reentrant(self, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         with self._region(reentrant=True, preserve_rng_state=preserve_rng_state, context_fn=None):
             if any(isinstance(a, Tensor) and a.requires_grad for a in args):
-                return run_function(*[_as_of_its_own(a) for a in args])
+                return run_function(*args)
             warn_user(
                 f"reentrant checkpoint at {self.regions[-1].source}: none of its inputs requires grad, so, as in eager, "
                 "nothing inside gets a gradient. Use use_reentrant=False, or let an input require grad."
@@ -105,11 +105,6 @@ class RegionRecorder:
                 source_line=region.source,
                 remedy="move the write out of the region, or keep the value in a buffer",
             )
-
-
-def _as_of_its_own(value: Any) -> Any:
-    """An input of a reentrant region, which adds up its gradient inside before it passes it on."""
-    return torch.ops.aten.alias(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _forward_context(context_fn: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:

@@ -556,12 +556,9 @@ class Residual(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("plan", ["none", "auto"])
 @pytest.mark.feature("CKPT-5", "CKPT-12")
-def test_a_reentrant_region_adds_up_the_gradient_of_its_input_first(
-    use_reentrant: bool, nested: bool, plan: str
-) -> None:
+def test_the_input_of_a_region_is_read_inside_and_outside(nested: bool, plan: str) -> None:
     batches = [rows(seed, 24, 16) for seed in range(5)]
-    compare(lambda: Residual(use_reentrant, nested), batches, fixtures.mean_square, plan=plan)
+    compare(lambda: Residual(False, nested), batches, fixtures.mean_square, plan=plan)

@@ -201,7 +201,7 @@ def test_what_is_no_spec_is_refused(text: str) -> None:
     "change", [{"launch_seconds": 0.0}, {"matmul_flops": {"bf16": 1.0}}, {"host_bytes_per_second": -1.0}]
 )
 def test_rates_must_be_above_0(change: dict[str, Any]) -> None:
-    with pytest.raises(sg.ConfigError, match="'CPU'"):
+    with pytest.raises(sg.ConfigError, match="hardware spec 'a typical CPU"):
         dataclasses.replace(SPECS["cpu"], **change)
 
 
