@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(f"the clock goes by: {spec_of(torch.device('cpu')).name}")
+    print(f"the clock goes by: {spec_of(CPU).name}")
     steps = steps_of_zoo(TRANSFORMERS)
     for hidden in arguments.hidden:
         steps |= steps_of_models(arguments.models, arguments.layers, hidden)

@@ -29,6 +29,7 @@ import stepgraph as sg
 from stepgraph.graph import StorageMap
 from stepgraph.runtime import Region, regions_of
 from stepgraph.tools.presets import PRESETS, preset_parts
+from stepgraph.tools.undisturbed import call_seconds
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 STEPS = 3
@@ -98,20 +99,7 @@ def seconds_per_step(step: Callable[[], Any], device: str, calls: int) -> float:
     """Median over calls, each waited for."""
     for _ in range(3):
         step()
-    seconds = []
-    for _ in range(calls):
-        synchronize(device)
-        start = time.perf_counter()
-        step()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def synchronize(device: str) -> None:
-    """Waits for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return statistics.median(call_seconds(step, torch.device(device)) for _ in range(calls))
 
 
 def step_times(device: str, name: str, calls: int) -> list[str]:

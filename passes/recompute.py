@@ -60,7 +60,8 @@ class Recompute(Pass):
         """Refuses what no plan of this graph asks for."""
         written, allocated = written_before_update(graph), allocated_by(graph.graph)
         for repeat in self.plan.repeats:
-            node, made = nodes[repeat.operator], allocated.get(nodes[repeat.operator], ())
+            node = nodes[repeat.operator]
+            made = allocated.get(node, ())
             if node.meta["phase"] is not Phase.FORWARD or is_view(node) or not can_repeat(node, written):
                 why = (
                     "which cannot: it draws, picks indices or works on memory that is written, or it is not of forward"

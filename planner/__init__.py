@@ -17,6 +17,7 @@ from .plan import Plan as Plan
 from .plan import Prediction as Prediction
 from .plan import Repeat as Repeat
 from .plan import load_plan as load_plan
+from .plan import rounded as rounded
 from .search import fingerprint_of as fingerprint_of
 from .search import plan_step as plan_step
 from .tables import Table as Table

@@ -151,9 +151,10 @@ def work_of(node: fx.Node) -> Work:
     if flops := flops_of(node):
         kind = _kind_of(name)
         table = f"{kind}_backward" if "backward" in name else kind
-        first = tensors_in(node.all_input_nodes[0].meta["val"])[0]
-        heads = float(math.prod(first.shape[:-2])) if kind == "attention" else 0.0
-        return Work(table, (flops / heads, heads) if heads else (float(flops),))
+        if kind != "attention":
+            return Work(table, (float(flops),))
+        heads = float(math.prod(tensors_in(node.all_input_nodes[0].meta["val"])[0].shape[:-2]))
+        return Work(table, (flops / heads, heads))
     result = tensors_in(node.meta["val"])
     if name in ROW_OPERATORS and result and not has_symbolic_shape(result[0]):
         length = _row_length(node, result[0])

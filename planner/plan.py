@@ -154,6 +154,11 @@ class Plan:
             )
 
 
+def rounded(value: float) -> float:
+    """To nine digits: what is left after them depends on the machine."""
+    return float(f"{value:.9g}")
+
+
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Reads what :meth:`Plan.save` wrote.
 

@@ -15,7 +15,7 @@ from .blocks import find_blocks, part_of, shared_storages
 from .cost import beside_seconds, node_seconds
 from .hardware import HardwareSpec
 from .outline import Outline, outline_of
-from .plan import Decision, Plan, Prediction
+from .plan import Decision, Plan, Prediction, rounded
 from .recompute import Pick, RecomputeProblem
 from .schedule import Choice, Schedule, everything_kept, schedule
 
@@ -68,9 +68,9 @@ def plan_step(
     plan = replace(
         plan,
         found_by=pick.found_by,
-        frontier=tuple((p.peak_bytes, _rounded(outline.seconds + p.extra_seconds)) for p in points),
-        price=_rounded(relaxed.price) if relaxed is not None else 0.0,
-        gap=_rounded(max(chosen.seconds / bound - 1, 0.0)),
+        frontier=tuple((p.peak_bytes, rounded(outline.seconds + p.extra_seconds)) for p in points),
+        price=rounded(relaxed.price) if relaxed is not None else 0.0,
+        gap=rounded(max(chosen.seconds / bound - 1, 0.0)),
     )
     if chosen.peak_bytes < 0.97 * budget_bytes:
         plan = replace(plan, notes=(*plan.notes, _why_unused(problem, chosen, budget_bytes)))
@@ -165,8 +165,8 @@ def _told(plan: Plan, chosen: Schedule, budget_bytes: int | None) -> Plan:
             peak.peak_bytes,
             peak.at,
             peak.by_category,
-            _rounded(chosen.seconds),
-            _rounded(chosen.seconds - chosen.outline.seconds),
+            rounded(chosen.seconds),
+            rounded(chosen.seconds - chosen.outline.seconds),
         ),
     )
 
@@ -191,9 +191,7 @@ def _decisions(chosen: Schedule) -> tuple[Decision, ...]:
             reason = "outlives the step"
         else:
             reason = "costs more to compute again than its bytes are worth"
-        found.append(
-            Decision(maker.name, storage not in again, outline.sizes[storage], _rounded(maker.seconds), reason)
-        )
+        found.append(Decision(maker.name, storage not in again, outline.sizes[storage], rounded(maker.seconds), reason))
     return tuple(found)
 
 
@@ -208,8 +206,3 @@ def _infeasible(budget_bytes: int, least_bytes: int) -> str:
         f"the step needs {least_bytes:,} bytes at least, and memory_budget is {budget_bytes:,}. Raise the budget, or make the "
         "batch or the model smaller."
     )
-
-
-def _rounded(value: float) -> float:
-    """To nine digits: what is left after them depends on the machine."""
-    return float(f"{value:.9g}")

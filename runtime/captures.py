@@ -188,7 +188,7 @@ class Captures:
             if spec.role in (InputRole.BUFFER, InputRole.CONSTANT) and storages.is_written(node)
         ]
         devices = {value.device for value in inputs if isinstance(value, Tensor)}
-        room = math.inf if budget is None else budget - simulate(graph).settled().peak().peak_bytes
+        room = math.inf if budget is None or not written else budget - simulate(graph).settled().peak().peak_bytes
         return written, devices, room
 
 

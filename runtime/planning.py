@@ -25,6 +25,7 @@ from ..planner import (
     load_plan,
     measured_workspaces,
     plan_step,
+    rounded,
     simulate,
     spec_from_json,
 )
@@ -98,7 +99,7 @@ class Planning:
             raise min(errors, key=lambda error: error.least_bytes)
         plan, is_packed = min(plans, key=lambda found: (_seconds(found[0]), found[1]))
         bound = min(_seconds(found) / (1 + found.gap) for found, _ in plans)
-        plan = replace(plan, gap=float(f"{max(_seconds(plan) / bound - 1, 0.0):.9g}"), compacts_masks=is_packed)
+        plan = replace(plan, gap=rounded(max(_seconds(plan) / bound - 1, 0.0)), compacts_masks=is_packed)
         return plan, run_passes(graph, [CompactMasks()]) if is_packed else []
 
     def made(self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device) -> Plan:

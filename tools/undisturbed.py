@@ -13,8 +13,8 @@ import torch
 
 from ..device import synchronize
 
-_EDGE = 256
 Name = TypeVar("Name", bound=Hashable)
+_EDGE = 256
 _WARM_UPS, _REPEATS = 20, 3
 _MOST_SLOWER = 1.12  # than the least that the control ever took; beside another program it is 1.3
 
@@ -45,11 +45,16 @@ class Control:
         return seconds
 
     def _product_seconds(self) -> float:
-        synchronize(self._device)
-        start = time.perf_counter()
-        torch.mm(self._matrix, self._matrix)
-        synchronize(self._device)
-        return time.perf_counter() - start
+        return call_seconds(lambda: torch.mm(self._matrix, self._matrix), self._device)
+
+
+def call_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, with what it queues on the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def seconds_in_turns(
@@ -78,11 +83,7 @@ def seconds_in_turns(
 def _turn(call: Callable[[], Any], turn_seconds: float, device: torch.device) -> float:
     seconds: list[float] = []
     while sum(seconds) < turn_seconds:
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(call_seconds(call, device))
     return statistics.median(seconds)
 
 
