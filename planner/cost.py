@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..graph import (
     StepGraph,
+    argument,
     effects_of,
     is_scalar_function,
     is_view,
@@ -45,6 +46,7 @@ ROW_OPERATORS = frozenset(
 )  # fmt: skip
 PRODUCTS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm"}
 _PERMUTED = " permuted"
+PATCHES = " of patches"  # convolutions whose windows do not overlap
 _LIST_OPERATORS = ("_foreach", "_fused", "fused")
 MATRICES = 16  # products in the batch that the table of "bmm" is of
 TENSORS = 16  # in the lists that the tables of list operators are of
@@ -115,6 +117,8 @@ def _seconds(node: fx.Node, spec: HardwareSpec) -> float:
 def _stand_ins(node: fx.Node, name: str, dtype: str) -> list[str]:
     """Tables to go by where an operator was not measured in this dtype, the nearest first."""
     target: Any = node.target
+    if name.endswith(PATCHES):
+        return [f"{name.removesuffix(PATCHES)}:{dtype}"]
     if name in ("mm", "bmm") or flops_of(node):
         return []
     kind = ELEMENTWISE if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags else COPY
@@ -152,7 +156,7 @@ def work_of(node: fx.Node) -> Work:
         kind = _kind_of(name)
         table = f"{kind}_backward" if "backward" in name else kind
         if kind != "attention":
-            return Work(table, (float(flops),))
+            return Work(f"{table}{_windows_of(node)}", (float(flops),))
         heads = float(math.prod(tensors_in(node.all_input_nodes[0].meta["val"])[0].shape[:-2]))
         return Work(table, (flops / heads, heads))
     result = tensors_in(node.meta["val"])
@@ -162,7 +166,20 @@ def work_of(node: fx.Node) -> Work:
     count = _longest_list(node)
     if count:
         return Work(name, (moved_bytes(node) / count,), count / TENSORS, count / TENSORS)
-    return Work(f"{name}{_variant_of(node, name)}", (float(moved_bytes(node)),))
+    variant = _variant_of(node, name)
+    moved = (
+        result[0].nbytes if variant == _PERMUTED else moved_bytes(node)
+    )  # a copy into memory counts like one to new memory
+    return Work(f"{name}{variant}", (float(moved),))
+
+
+def _windows_of(node: fx.Node) -> str:
+    """Whether a convolution's windows lie side by side; its table is another one then."""
+    weight, stride = argument(node, "weight"), argument(node, "stride")
+    if not isinstance(weight, fx.Node) or not isinstance(stride, (list, tuple)):
+        return ""
+    window = list(weight.meta["val"].shape[2:])
+    return PATCHES if list(stride) == window and math.prod(window) > 1 else ""
 
 
 def _kind_of(name: str) -> str:

@@ -9,11 +9,12 @@ import os
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..device import autocast_off, describe, keep_freed_memory, memory_bytes, synchronize
 from ..graph import tensors_in
@@ -29,7 +30,7 @@ _BATCHES = 3  # in a pass
 _BATCH_SECONDS = 3e-4
 _LONG_SECONDS = 0.02  # a batch beyond this is repeated once; larger sizes of the same operator follow from this one
 _MOST_CALLS = 100  # in a batch
-_KEPT_BYTES, _MOST_KEPT = 2**25, 64  # of results
+_RING_BYTES, _RING_MOST = 2**25, 64  # of operands, and of results
 _DISK_BYTES = 2**25
 
 
@@ -125,27 +126,46 @@ def _table(points: dict[tuple[float, ...], float]) -> Table:
 def _seconds(call: Call, device: torch.device) -> float:
     """Of one call: the least over batches of calls, after one to warm up.
 
-    A step keeps much of what it makes, so operators write to memory that is in no cache. Here the last results stay as well.
+    Operators of a step read what was just made as often as what was made long ago, and it keeps much of their results: half of
+    the operands and all new memory are in no cache. So operands take turns here, each twice in succession, and the last results
+    stay.
     """
     target: Any = KERNELS.get(call[0], call[0])
-    args = call[1]
-    result_bytes = sum(t.nbytes for t in tensors_in(target(*args)))
-    kept: deque[Any] = deque(maxlen=max(min(_KEPT_BYTES // max(result_bytes, 1), _MOST_KEPT), 1))
-    count, seconds = 1, _batch_seconds(target, args, 1, kept, device)
+    operands = itertools.cycle([args for args in _copies(call[1]) for _ in range(2)])
+    kept: deque[Any] = deque(maxlen=_ring(target(*next(operands))))
+    count, seconds = 1, _batch_seconds(target, operands, 1, kept, device)
     while count < _MOST_CALLS and seconds * count < _BATCH_SECONDS:
         count *= 4
-        seconds = _batch_seconds(target, args, count, kept, device)
+        seconds = _batch_seconds(target, operands, count, kept, device)
     batches = _BATCHES if seconds * count < _LONG_SECONDS else 1
-    return min(seconds, *(_batch_seconds(target, args, count, kept, device) for _ in range(batches)))
+    return min(seconds, *(_batch_seconds(target, operands, count, kept, device) for _ in range(batches)))
 
 
-def _batch_seconds(target: Any, args: tuple[Any, ...], count: int, kept: deque[Any], device: torch.device) -> float:
+def _batch_seconds(
+    target: Any, operands: Iterator[tuple[Any, ...]], count: int, kept: deque[Any], device: torch.device
+) -> float:
     synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
-        kept.append(target(*args))
+        kept.append(target(*next(operands)))
     synchronize(device)
     return (time.perf_counter() - start) / count
+
+
+def _ring(values: Any) -> int:
+    """How many of such values together are in no cache."""
+    return max(min(_RING_BYTES // max(sum(t.nbytes for t in tensors_in(values)), 1), _RING_MOST), 1)
+
+
+def _copies(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments, and copies of them in other memory, laid out alike."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+        return [copied(v) for v in value] if isinstance(value, list) else value
+
+    return [args, *[tuple(map(copied, args)) for _ in range(_ring(args) - 1)]]
 
 
 def _views(device: torch.device) -> list[Call]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..planner.cost import MATRICES, TENSORS, Work, work_of
+from ..planner.cost import MATRICES, PATCHES, TENSORS, Work, work_of
 
 aten = torch.ops.aten
 Call = tuple[Any, tuple[Any, ...]]  # an operator and its arguments
@@ -20,6 +20,7 @@ EDGES = (16, 64, 256, 1024)  # of matrices in products
 SMALL_EDGES = (16, 64, 256)  # in batched ones
 WIDTH = 64  # of rows
 LENGTHS, HEADS = (16, 128, 512), (1, 4)  # of sequences that attention looks at
+PATCH_EDGE, IMAGES = 8, 4
 ROW_COUNTS, ROW_LENGTHS = (4, 64, 1024, 8192), (64, 256, 1024)
 _UNARY: dict[str, Any] = {
     name: getattr(aten, name).default
@@ -182,8 +183,9 @@ class _Maker:
             "_foreach_mul": lambda size: (aten._foreach_mul_.Scalar, (tensors(size), 1.0)),
         }
         if self._where["dtype"] is torch.float32:
-            found["convolution"] = lambda size: (aten.convolution.default, self._convolution(size))
-            found["convolution_backward"] = self._convolution_backward
+            for stride, kind in ((1, ""), (PATCH_EDGE, PATCHES)):
+                found[f"convolution{kind}"] = partial(self._convolution, stride)
+                found[f"convolution_backward{kind}"] = partial(self._convolution_backward, stride)
             found |= {f"fused_{kind}": partial(self._fused, kind) for kind in ("adam", "adamw")}
         return found
 
@@ -236,16 +238,22 @@ class _Maker:
             output, *heads, output, rest[0], 0.0, False,
         )  # fmt: skip
 
-    def _convolution(self, size: int) -> tuple[Any, ...]:
-        channels = min(max(int(size**0.5) // 16, 4), 64)
-        edge = max(int((size / channels) ** 0.5), 4)
-        images, weight = self.values(1, channels, edge, edge), self.values(channels, channels, 3, 3)
-        return images, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    def _convolution(self, stride: int, size: int) -> Call:
+        """Windows of 3 by 3 side by side in a stack of images, or the patches that colour images are cut into."""
+        is_cut = stride > 1
+        channels = min(max(int(size**0.5) // 128, 1) * 8, 64)
+        edge = max(int((size / channels / IMAGES) ** 0.5) // stride, 1) * stride
+        images = self.values(IMAGES, 3 if is_cut else channels, edge, edge)
+        weight = self.values(channels, images.shape[1], *[max(stride, 3)] * 2)
+        padding = [0, 0] if is_cut else [1, 1]
+        return aten.convolution.default, (images, weight, None, [stride] * 2, padding, [1, 1], False, [0, 0], 1)
 
-    def _convolution_backward(self, size: int) -> Call:
-        images, weight, _, *rest = self._convolution(size)
-        gradient = torch.empty_like(images)
-        return aten.convolution_backward.default, (gradient, images, weight, [0], *rest, [True, True, False])
+    def _convolution_backward(self, stride: int, size: int) -> Call:
+        forward, arguments = self._convolution(stride, size)
+        images, weight, _, *rest = arguments
+        return aten.convolution_backward.default, (
+            torch.empty_like(forward(*arguments)), images, weight, [0], *rest, [stride == 1, True, False],
+        )  # fmt: skip
 
     def _fused(self, kind: str, size: int) -> Call:
         tensors = [[self.values(size // TENSORS) for _ in range(TENSORS)] for _ in range(4)]
