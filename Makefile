@@ -42,8 +42,8 @@ bench: $(STAMP)  ## step time, capture time, the runtime's own time, the update,
 	$(BIN)/python benchmarks/capture_time.py
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/update_tail.py
-	for model in llama gpt2 bert t5 vit resnet; do $(BIN)/python benchmarks/recompute.py --model $$model; done
 	$(BIN)/stepgraph calibrate --threads 1
+	for model in llama gpt2 bert t5 vit resnet; do $(BIN)/python benchmarks/recompute.py --model $$model; done
 	$(BIN)/python benchmarks/clock.py
 	$(BIN)/python benchmarks/precision.py
 

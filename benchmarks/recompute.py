@@ -2,13 +2,16 @@
 
 A Llama-shaped model of 12 layers, hidden size 256, four sequences of 256 tokens, fused AdamW; others with ``--model``. Beside
 it, in the same rounds: eager; eager with ``torch.utils.checkpoint`` around each layer; ``torch.compile`` with
-``activation_memory_budget`` and no compiler behind the partitioner. Peaks are the allocator's, of a whole step, above
-parameters and optimizer state.
+``activation_memory_budget`` by each of its solvers, and no compiler behind the partitioner. Settings that give the same
+graphs are measured once. Peaks are the allocator's, of a whole step, above parameters and optimizer state; plans are made for
+the peaks of what else there is, and each of those is compared with the fastest plan that needs no more memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from stepgraph.device import allocation_peak
 
 BARS = {250: 1.01, 180: 1.03, 140: 1.06, 112: 1.09, 85: 1.18}
 LEAST_MB = 72
+SOLVERS = ("dp", "ilp", "greedy")
 Call = Callable[[], Any]
 Batch = dict[str, Tensor]
 
@@ -110,19 +114,29 @@ def eager(checkpoints: bool = False, **sizes: Any) -> Call:
     return loop(model, optimizer, batch)
 
 
-def partitioned(budget: float, **sizes: Any) -> Call:
-    """``activation_memory_budget``, the operators as eager runs them."""
+def partitioned(budget: float, solver: str, **sizes: Any) -> tuple[Call, str]:
+    """``activation_memory_budget``, the operators as eager runs them; and a digest of the graphs that this gives."""
     import torch._functorch.config as functorch_config
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo import config as dynamo_config
     from torch._dynamo.backends.common import aot_autograd
 
+    digest = hashlib.sha256()
+
+    def as_it_is(module: torch.fx.GraphModule, inputs: Any) -> Call:
+        digest.update(module.code.encode())
+        return make_boxed_func(module.forward)
+
     model, optimizer, batch = build(**sizes)
-    as_it_is = lambda module, inputs: make_boxed_func(module.forward)  # noqa: E731
     backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=min_cut_rematerialization_partition)
     run = loop(torch.compile(model, backend=backend), optimizer, batch)
-    with functorch_config.patch(activation_memory_budget=budget):
+    setting = {"activation_memory_budget": budget, "activation_memory_budget_solver": solver}
+    with (
+        functorch_config.patch(setting),
+        dynamo_config.patch(recompile_limit=1000, accumulated_recompile_limit=1000, fail_on_recompile_limit_hit=True),
+    ):
         run()
-    return run
+    return run, digest.hexdigest()
 
 
 def planned(plan: str, megabytes: float | None, **sizes: Any) -> tuple[Call, sg.TrainStep]:
@@ -134,16 +148,28 @@ def planned(plan: str, megabytes: float | None, **sizes: Any) -> tuple[Call, sg.
     return (lambda: step(batch)), step
 
 
-def peers(shares: list[float], **sizes: Any) -> Iterator[tuple[str, Call]]:
+def peers(shares: list[float], solvers: list[str], **sizes: Any) -> Iterator[tuple[str, Call]]:
     """What else there is, by name. Not every model can be checkpointed or compiled."""
     yield "eager", eager(**sizes)
-    ways = {"eager, checkpoint each layer": lambda: eager(checkpoints=True, **sizes)}
-    ways |= {f"activation_memory_budget {s:g}": lambda s=s: partitioned(s, **sizes) for s in shares}
-    for name, make in ways.items():
+    try:
+        yield "eager, checkpoint each layer", eager(checkpoints=True, **sizes)
+    except ValueError as error:
+        print(f"this model cannot be checkpointed by layer: {error}")
+    found: dict[str, str] = {}
+    for solver, share in itertools.product(solvers, shares):
+        name = f"{solver} {share:g}"
         try:
-            yield name, make()
+            call, graphs = partitioned(share, solver, **sizes)
         except Exception as error:
-            print(f"{name} does not run on this model: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+            print(
+                f"activation_memory_budget {name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            )
+            continue
+        if graphs in found:
+            print(f"activation_memory_budget {name} gives the graphs of {found[graphs]}")
+            continue
+        found[graphs] = name
+        yield f"activation_memory_budget {name}", call
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -153,6 +179,7 @@ def held_bytes(model: nn.Module) -> int:
 
 def plans(budgets: list[float], **sizes: Any) -> Iterator[tuple[str, Call, float]]:
     """Names, calls and predicted peaks in MB."""
+    made: set[float] = set()
     for plan, megabytes in [("none", None), ("sqrt", None), *[("auto", b) for b in budgets]]:
         try:
             call, step = planned(plan, megabytes, **sizes)
@@ -160,11 +187,14 @@ def plans(budgets: list[float], **sizes: Any) -> Iterator[tuple[str, Call, float
             print(f"no plan at {megabytes:g} MB: {error}")
             continue
         assert step.plan.prediction is not None
+        if plan == "auto" and step.plan.prediction.peak_bytes in made:
+            continue  # what a smaller budget gave
+        made.add(step.plan.prediction.peak_bytes)
         name = f'plan="{plan}"' + ("" if megabytes is None else f" at {megabytes:g} MB")
         yield name, call, (step.plan.prediction.peak_bytes - held_bytes(step.model)) / 1e6
 
 
-def run(rounds: int, budgets: list[float], shares: list[float], **sizes: Any) -> dict[str, Any]:
+def run(rounds: int, budgets: list[float], shares: list[float], solvers: list[str], **sizes: Any) -> dict[str, Any]:
     """Measures, prints the table and returns what is written."""
     calls: dict[str, Call] = {}
     predicted: dict[str, float | None] = {}
@@ -177,13 +207,13 @@ def run(rounds: int, budgets: list[float], shares: list[float], **sizes: Any) ->
         calls[name], predicted[name] = call, megabytes
         print(f"{name} is ready: {peaks[name]:.1f} MB", flush=True)
 
-    for name, call in peers(shares, **sizes):
+    for name, call in peers(shares, solvers, **sizes):
         add(name, call)
-    for name, call, megabytes in plans(budgets or sorted({round(p, 1) for p in peaks.values()})[:-1], **sizes):
+    for name, call, megabytes in plans(sorted({*budgets, *(round(p, 1) for p in peaks.values())}), **sizes):
         add(name, call, megabytes)
     times = measure(calls, rounds=rounds)
     rows = []
-    for name in calls:
+    for name in sorted(calls, key=lambda name: -peaks[name]):
         bar = next((f"{b:.2f}" for megabytes, b in BARS.items() if name.endswith(f"at {megabytes:g} MB")), "")
         told = "" if predicted[name] is None else f"{predicted[name]:.1f}"
         rows.append(
@@ -191,24 +221,35 @@ def run(rounds: int, budgets: list[float], shares: list[float], **sizes: Any) ->
         )
     print(f"{times.discarded} rounds were disturbed")
     print(table(["how", "predicted MB", "peak MB", "ms", "x eager", "bar"], rows))
-    for name in calls:
-        if not name.startswith("plan"):
-            print(f"{name}: {_dominance(name, peaks, times)}")
+    beside = beaten(peaks, times)
+    print(
+        table(
+            ["what else there is", "peak MB", "the fastest plan below it", "peak MB", "its time over that one's"],
+            beside,
+        )
+    )
     return {
         "sizes": sizes,
         **times.as_json(),
         "peak_mb": peaks,
         "predicted_mb": predicted,
         "x_eager": {name: vars(times.ratio(name, "eager")) for name in calls},
+        "beaten": [
+            dict(zip(("how", "peak_mb", "plan", "plan_peak_mb", "time_ratio"), row, strict=True)) for row in beside
+        ],
     }
 
 
-def _dominance(name: str, peaks: dict[str, float], times: Measurement) -> str:
-    """Which plan is at once lower in peak and faster than ``name``."""
-    better = [
-        p for p in peaks if p.startswith("plan") and peaks[p] <= peaks[name] and times.median(p) <= times.median(name)
-    ]
-    return f"lower and slower than {', '.join(better)}" if better else "no plan here is at once lower and faster"
+def beaten(peaks: dict[str, float], times: Measurement) -> list[list[str]]:
+    """For what no search of ours made: its peak, the fastest plan that peaks no higher, its peak, the ratio of their times."""
+    rows = []
+    for name in peaks:
+        if not name.startswith('plan="auto"') and name != 'plan="none"':
+            below = [p for p in peaks if p.startswith('plan="auto"') and peaks[p] <= peaks[name]]
+            best = min(below, key=times.median, default=None)
+            found = [best, f"{peaks[best]:.1f}", str(times.ratio(best, name))] if best else ["none", "", ""]
+            rows.append([name, f"{peaks[name]:.1f}", *found])
+    return rows
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -239,18 +280,22 @@ def main() -> None:
         "--budgets",
         type=float,
         nargs="*",
-        help="MB above parameters and state; by default the peaks of what else there is",
+        default=[],
+        help="MB above parameters and state, beside the peaks of what else there is",
     )
     parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument(
-        "--shares", type=float, nargs="*", default=[1.0, 0.5, 0.1, 0.0], help="activation_memory_budget"
+        "--shares", type=float, nargs="*", default=[1.0, 0.75, 0.5, 0.25, 0.1, 0.0], help="activation_memory_budget"
     )
+    parser.add_argument("--solvers", nargs="*", choices=SOLVERS, default=SOLVERS, help="of activation_memory_budget")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=12)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    budgets = arguments.budgets or ([*BARS, LEAST_MB] if arguments.model == "llama" else [])
-    results = run(arguments.rounds, budgets, arguments.shares, name=arguments.model, layers=arguments.layers)
+    budgets = arguments.budgets + ([*BARS, LEAST_MB] if arguments.model == "llama" else [])
+    results = run(
+        arguments.rounds, budgets, arguments.shares, arguments.solvers, name=arguments.model, layers=arguments.layers
+    )
     file = f"recompute-{arguments.model}"
     print(f"wrote {write(file, results)}")
     draw(results, RESULTS / f"{file}.png")

@@ -121,7 +121,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
 def test_recompute_prints_peaks_beside_times(load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(load("harness"), "control_seconds", lambda: 1.0)
     recompute = load("recompute")
-    results = recompute.run(1, [60], [0.5], name="llama", layers=2, hidden=64)
+    results = recompute.run(1, [60], [0.5], ["dp", "ilp"], name="llama", layers=2, hidden=64)
     assert results["peak_mb"]['plan="auto" at 60 MB'] <= 60
     assert results["peak_mb"]["eager"] == pytest.approx(results["peak_mb"]['plan="none"'], rel=0.02)
     assert "activation_memory_budget 0.5" in capsys.readouterr().out
