@@ -157,6 +157,8 @@ def peers(shares: list[float], solvers: list[str], **sizes: Any) -> Iterator[tup
         print(f"this model cannot be checkpointed by layer: {error}")
     found: dict[str, str] = {}
     for solver, share in itertools.product(solvers, shares):
+        if share in (0, 1) and solver != solvers[0]:
+            continue  # no solver is asked: everything that can be is computed again, or nothing
         name = f"{solver} {share:g}"
         try:
             call, graphs = partitioned(share, solver, **sizes)

@@ -34,15 +34,13 @@ class Region:
         source: ``file:line`` of the call.
         reentrant: which implementation was asked for.
         preserve_rng_state: whether eager's recompute would draw the same random numbers again.
-        context_fn: the selective-checkpointing policy, or None.
     """
 
     number: int
     module_path: str
     source: str | None
     reentrant: bool
-    preserve_rng_state: bool = True
-    context_fn: Callable[[], Any] | None = None
+    preserve_rng_state: bool
 
 
 class RegionRecorder:
@@ -67,13 +65,11 @@ class RegionRecorder:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        policy = None if context_fn is noop_context_fn else context_fn
-        region = self._region(reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=policy)
-        with region, _forward_context(context_fn):
+        with self._region(reentrant=False, preserve_rng_state=preserve_rng_state), _forward_context(context_fn):
             yield
 
     def _reentrant(self, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        with self._region(reentrant=True, preserve_rng_state=preserve_rng_state, context_fn=None):
+        with self._region(reentrant=True, preserve_rng_state=preserve_rng_state):
             if any(isinstance(a, Tensor) and a.requires_grad for a in args):
                 return run_function(*args)
             warn_user(
@@ -84,12 +80,10 @@ class RegionRecorder:
                 return run_function(*args)
 
     @contextlib.contextmanager
-    def _region(
-        self, *, reentrant: bool, preserve_rng_state: bool, context_fn: Callable[[], Any] | None
-    ) -> Iterator[None]:
+    def _region(self, *, reentrant: bool, preserve_rng_state: bool) -> Iterator[None]:
         context = self._context
         number, source = len(self.regions), user_source_line()
-        region = Region(number, context.module_path, source, reentrant, preserve_rng_state, context_fn)
+        region = Region(number, context.module_path, source, reentrant, preserve_rng_state)
         self.regions.append(region)
         outer, context.region = context.region, region.number
         before = ModuleState(self._model)

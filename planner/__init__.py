@@ -20,7 +20,9 @@ from .plan import load_plan as load_plan
 from .plan import rounded as rounded
 from .search import fingerprint_of as fingerprint_of
 from .search import plan_step as plan_step
+from .search import prediction_of as prediction_of
 from .tables import Table as Table
 from .timeline import stage_of as stage_of
 from .timeline import timeline_of as timeline_of
+from .workspaces import Workspaces as Workspaces
 from .workspaces import measured_workspaces as measured_workspaces

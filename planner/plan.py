@@ -140,17 +140,17 @@ class Plan:
         file.write_text(self.to_json())
         return file
 
-    def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Raises :class:`PlanMismatchError` where the plan was made for another step."""
+    def check(self, fingerprint: Mapping[str, str], name: str = "the plan") -> None:
+        """Raises :class:`PlanMismatchError` where the plan, told by ``name``, was made for another step."""
         parts = sorted(self.fingerprint.keys() | fingerprint.keys())
         differing = [part for part in parts if self.fingerprint.get(part) != fingerprint.get(part)]
         if differing:
-            told = "; ".join(
-                f"{p}: {fingerprint.get(p, 'none')} here, {self.fingerprint.get(p, 'none')} in the plan"
+            told = ". ".join(
+                f"{p.capitalize()} here: {fingerprint.get(p, 'none')}; in the plan: {self.fingerprint.get(p, 'none')}"
                 for p in differing
             )
             raise PlanMismatchError(
-                f'the plan was made for another step. {told}. Plan again, with plan="auto".', differing
+                f'{name} was made for another step. {told}. Plan again, with plan="auto".', differing
             )
 
 

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from torch import fx
 
 from ..errors import PlanError
-from ..graph import InputRole, StepGraph, describe_type, type_of
+from ..graph import InputRole, StepGraph, describe_type, tensors_in, type_of
 from .blocks import find_blocks, part_of, shared_storages
 from .cost import beside_seconds, node_seconds
 from .hardware import HardwareSpec
+from .memory import simulate
 from .outline import Outline, outline_of
 from .plan import Decision, Plan, Prediction, rounded
 from .recompute import Pick, RecomputeProblem
 from .schedule import Choice, Schedule, everything_kept, schedule
+from .timeline import AGAIN, timeline_of
 
 SHORTEST_FRONTIER = 40  # plans told beside the one that was taken, at most
 ASKED = "the model's own checkpointed regions"
 ROOT = "every √L-th block's input"
 EVERYTHING = "everything fits"
+_ROWS_TOLD = 4  # inputs of a kind that a fingerprint names one by one
 
 
 def plan_step(
@@ -77,6 +81,16 @@ def plan_step(
     return _told(plan, chosen, budget_bytes)
 
 
+def prediction_of(
+    graph: StepGraph, spec: HardwareSpec, workspace_bytes: Callable[[fx.Node], int] = lambda node: 0
+) -> Prediction:
+    """What a step graph that a plan was applied to needs, by the simulator and the clock."""
+    peak, clock = simulate(graph, workspace_bytes).settled().peak(), timeline_of(graph, node_seconds(spec))
+    seconds = clock.seconds + beside_seconds(graph, spec)
+    again = clock.seconds_by_stage().get(AGAIN, 0.0)
+    return Prediction(peak.peak_bytes, peak.at, peak.by_category, rounded(seconds), rounded(again))
+
+
 def fastest_within(problem: RecomputeProblem, budget_bytes: int) -> tuple[Pick, Schedule]:
     """The fastest plan of the frontier whose simulated peak keeps to the budget.
 
@@ -106,13 +120,16 @@ def fingerprint_of(graph: StepGraph, optimizer: str) -> dict[str, str]:
     """What a plan is tied to: names, shapes and dtypes of parameters and batch, and the optimizer."""
     kinds = {InputRole.PARAM: "parameters", InputRole.BUFFER: "buffers", InputRole.BATCH: "batch"}
     lines: dict[str, list[str]] = {kind: [] for kind in kinds.values()}
+    elements = Counter[str]()
     for node, spec in zip(graph.placeholders, graph.inputs, strict=True):
-        if spec.role in kinds:
-            lines[kinds[spec.role]].append(f"{spec} {describe_type(*type_of(node.meta['val']))}")
-    found = {
-        kind: f"{len(rows)} of {hashlib.sha256(chr(10).join(rows).encode()).hexdigest()[:16]}"
-        for kind, rows in lines.items()
-    }
+        if (kind := kinds.get(spec.role)) is not None:
+            lines[kind].append(f"{spec.key} {describe_type(*type_of(node.meta['val']))}")
+            elements[kind] += sum(t.numel() for t in tensors_in(node.meta["val"]))
+    found = {}
+    for kind, rows in lines.items():
+        digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+        told = "; ".join(rows) if len(rows) <= _ROWS_TOLD else f"{len(rows)} tensors of {elements[kind]:,} elements"
+        found[kind] = f"{told}, {digest}" if rows else "none"
     return {**found, "optimizer": optimizer}
 
 

@@ -56,10 +56,6 @@ class Timeline:
         """Until the last task ends."""
         return max((start + task.seconds for start, task in zip(self.starts, self.tasks, strict=True)), default=0.0)
 
-    def busy_seconds(self, channel: Channel) -> float:
-        """That a channel is occupied."""
-        return sum(task.seconds for task in self.tasks if task.channel is channel)
-
     def seconds_by_stage(self) -> dict[str, float]:
         """For each stage, in the order of their first tasks, the seconds of its tasks."""
         totals: dict[str, float] = defaultdict(float)

@@ -1,13 +1,15 @@
 """Memory that operators take while they run and give back: measured on the device, since no shape tells it.
 
-Convolutions choose an algorithm, some kernels copy what is not contiguous or of another dtype. Each operator is run once on
-zeros of the layouts it has in the graph; layers that are alike share the result.
+Convolutions choose an algorithm, some kernels copy what is not contiguous or of another dtype. Each operator is run on values
+of the layouts it has in the graph: on zeros, and where it takes whole numbers or truth values, on ones as well, since what a
+kernel picks out by them takes memory too. The larger counts; layers that are alike share the result.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,23 +33,43 @@ from ..torch_compat import grad_mode_below_autograd, has_symbolic_shape
 # They take what their forward packed into a buffer, and read past its end where that holds zeros.
 _READS_PACKED = frozenset({"mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"})
 
-_MEASURED: dict[Hashable, int] = {}
+_MEASURED: dict[Hashable, int | None] = {}
 
 
-def measured_workspaces(graph: StepGraph) -> Callable[[fx.Node], int]:
-    """Bytes that each call of forward and backward needs while it runs, beside operands and results.
+@dataclass(frozen=True)
+class Workspaces:
+    """Bytes that each call needs while it runs, beside operands and results.
 
-    Those not measured before in this process run once, on memory of their own. What draws random numbers, depends on data,
-    reads what its forward packed or is no torch operator counts 0, and so does the update.
+    Attributes:
+        measured: of the calls that could be measured; others count 0.
+        refused: names of the operators that ran on none of the values that were tried.
     """
-    found = {}
+
+    measured: Mapping[fx.Node, int]
+    refused: tuple[str, ...] = ()
+
+    def __call__(self, node: fx.Node) -> int:
+        return self.measured.get(node, 0)
+
+
+def measured_workspaces(graph: StepGraph) -> Workspaces:
+    """What the calls of forward and backward need while they run.
+
+    Those not measured before in this process run, on memory of their own. What draws random numbers, depends on data, reads
+    what its forward packed or is no torch operator is not measured, nor is the update.
+    """
+    found: dict[fx.Node, int] = {}
+    refused: dict[str, None] = {}
     for node in graph.calls:
         if _is_measurable(node):
             key = likeness_of(node)
             if key not in _MEASURED:
                 _MEASURED[key] = _measure(node)
-            found[node] = _MEASURED[key]
-    return lambda node: found.get(node, 0)
+            if (workspace := _MEASURED[key]) is None:
+                refused[str(node.target)] = None
+            else:
+                found[node] = workspace
+    return Workspaces(found, tuple(refused))
 
 
 def _is_measurable(node: fx.Node) -> bool:
@@ -69,9 +91,17 @@ def _is_measurable(node: fx.Node) -> bool:
     )
 
 
-def _measure(node: fx.Node) -> int:
+def _measure(node: fx.Node) -> int | None:
+    """The most that it takes; None where it refuses all values."""
+    chooses = any(_is_discrete(operand.meta["val"]) for operand in node.all_input_nodes)
+    taken = [_measured_on(node, fill) for fill in ((_zeros, _ones) if chooses else (_zeros,))]
+    return max((workspace for workspace in taken if workspace is not None), default=None)
+
+
+def _measured_on(node: fx.Node, fill: Callable[[Tensor], Tensor]) -> int | None:
+    """None where the operator refuses the values."""
     target: Any = KERNELS.get(node.target, node.target)
-    scratch = {operand: _zeros(operand.meta["val"]) for operand in node.all_input_nodes}
+    scratch = {operand: fill(_memory_like(operand.meta["val"])) for operand in node.all_input_nodes}
     args, kwargs = fx.map_arg((node.args, node.kwargs), scratch.__getitem__)
     given = {key for operand in node.all_input_nodes for key in storages_of(operand)}
     made = sum(size for key, size in storage_sizes(node).items() if key not in given)
@@ -83,9 +113,22 @@ def _measure(node: fx.Node) -> int:
         try:
             _, peak_bytes = allocation_peak(lambda: target(*args, **kwargs), device)
         except Exception:
-            return 0  # zeros may be what the operator refuses
+            return None
     return max(peak_bytes - made, 0)
 
 
-def _zeros(fake: Tensor) -> Tensor:
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
+def _is_discrete(tensor: Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def _memory_like(fake: Tensor) -> Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return tensor.zero_()
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    """Ones where numbers count or choose something, zeros elsewhere."""
+    return tensor.fill_(1) if _is_discrete(tensor) else tensor.zero_()

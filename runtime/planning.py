@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
 
 from ..device import memory_bytes, stands_for
 from ..errors import ConfigError, NotYetError, PlanError
@@ -21,10 +20,12 @@ from ..planner import (
     STRATEGIES,
     HardwareSpec,
     Plan,
+    Workspaces,
     fingerprint_of,
     load_plan,
     measured_workspaces,
     plan_step,
+    prediction_of,
     rounded,
     simulate,
     spec_from_json,
@@ -52,6 +53,7 @@ class Planning:
 
     Attributes:
         given: a plan to replay, or None.
+        name: what messages call it.
         strategy: otherwise, how to make one.
         hardware: what the clock goes by; None is this machine.
         budget_bytes: that was asked for; None is the device's memory less :data:`MARGIN`, where the strategy is ``"auto"``.
@@ -61,6 +63,7 @@ class Planning:
     strategy: str = "none"
     budget_bytes: int | None = None
     hardware: HardwareSpec | None = None
+    name: str = "the plan"
 
     def plan(
         self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device
@@ -78,7 +81,7 @@ class Planning:
             PlanMismatchError: the given plan is of another step.
         """
         if self.given is not None:
-            self.given.check(fingerprint_of(graph, type(optimizer).__name__))
+            self.given.check(fingerprint_of(graph, type(optimizer).__name__), self.name)
             return self.given, []
         if self.decides_nothing(graph, device):
             return Plan(self.strategy), []
@@ -104,21 +107,30 @@ class Planning:
 
     def made(self, graph: StepGraph, optimizer: torch.optim.Optimizer, device: torch.device) -> Plan:
         """The plan with all its figures."""
-        return plan_step(
+        workspaces = self._workspaces(graph, device)
+        plan = plan_step(
             graph,
             self.strategy,
-            self.hardware or spec_of(stands_for(device)),
+            self._spec(device),
             budget_bytes=self._budget(device),
-            workspace_bytes=self._workspaces(graph, device),
+            workspace_bytes=workspaces,
             optimizer=type(optimizer).__name__,
         )
+        if not workspaces.refused:
+            return plan
+        operators = ", ".join(workspaces.refused)
+        note = f"memory that {operators} may take while running is not counted: no trial values suited it"
+        return replace(plan, notes=(*plan.notes, note))
+
+    def _spec(self, device: torch.device) -> HardwareSpec:
+        return self.hardware or spec_of(stands_for(device))
 
     def _peak(self, graph: StepGraph, device: torch.device) -> int:
         return simulate(graph, self._workspaces(graph, device)).settled().peak().peak_bytes
 
-    def _workspaces(self, graph: StepGraph, device: torch.device) -> Callable[[fx.Node], int]:
+    def _workspaces(self, graph: StepGraph, device: torch.device) -> Workspaces:
         """Nothing, where operators cannot run or would run on something else."""
-        return measured_workspaces(graph) if device.type != "meta" and self.hardware is None else lambda node: 0
+        return measured_workspaces(graph) if device.type != "meta" and self.hardware is None else Workspaces({})
 
     def _budget(self, device: torch.device) -> int | None:
         if self.budget_bytes is None and self.strategy == "auto":
@@ -135,18 +147,31 @@ class Planning:
             return not graph.regions
         return self.strategy == "auto" and budget is not None and everything_bytes(graph) <= budget
 
-    def check(self, graph: StepGraph, device: torch.device) -> None:
-        """Raises :class:`PlanError` where a graph that a given plan was applied to does not keep to the budget here."""
-        if self.given is None:
-            return
-        budget = self.budget_bytes if self.budget_bytes is not None else self.given.budget_bytes
-        peak = self._peak(graph, device) if budget is not None else 0
-        if budget is not None and peak > budget:
+    def replayed(self, graph: StepGraph, plan: Plan, device: torch.device) -> Plan:
+        """``plan``, which ``graph`` was rewritten by, with what it needs here where it was made elsewhere.
+
+        Raises:
+            PlanError: that is more than the budget.
+        """
+        budget = self.budget_bytes if self.budget_bytes is not None else plan.budget_bytes
+        if self.given is None or (budget is None and plan.prediction is None and not plan.repeats):
+            return plan
+        found = prediction_of(graph, self._spec(device), self._workspaces(graph, device))
+        if budget is not None and found.peak_bytes > budget:
             raise PlanError(
-                f"the plan, made elsewhere, needs {peak:,} bytes here, and the budget is {budget:,}. Plan again, with "
-                'plan="auto".',
-                peak,
+                f"{self.name}, made elsewhere, needs {found.peak_bytes:,} bytes here, and the budget is {budget:,}. Plan "
+                'again, with plan="auto".',
+                found.peak_bytes,
             )
+        told = plan.prediction
+        if told is not None and (told.peak_bytes, told.at, told.by_category) == (
+            found.peak_bytes,
+            found.at,
+            found.by_category,
+        ):
+            return plan
+        note = f"made where the peak was {told.peak_bytes:,} bytes" if told is not None else "made without a prediction"
+        return replace(plan, prediction=found, hardware=self._spec(device).name, notes=(*plan.notes, note))
 
 
 def _seconds(plan: Plan) -> float:
@@ -199,7 +224,7 @@ def planning_of(plan: Any, memory_budget: Any, hardware: Any = None) -> Planning
             f"plan must be one of {', '.join(map(repr, STRATEGIES))}, the path of a saved plan or a Plan, got {plan!r}"
         )
     loaded = load_plan(plan)
-    return Planning(loaded, loaded.strategy, budget, spec)
+    return Planning(loaded, loaded.strategy, budget, spec, f"the plan {os.fspath(plan)!r}")
 
 
 def hardware_of(hardware: Any) -> HardwareSpec:
@@ -218,7 +243,7 @@ def hardware_of(hardware: Any) -> HardwareSpec:
     raise ConfigError(f"hardware must be one of {names}, the path of a spec or a HardwareSpec, got {hardware!r}")
 
 
-def parse_bytes(value: Any) -> int:
+def parse_bytes(value: Any, name: str = "memory_budget") -> int:
     """Bytes from a whole number, or from text such as ``"8GiB"`` or ``"500 MB"``.
 
     Raises:
@@ -230,12 +255,10 @@ def parse_bytes(value: Any) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value)
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
-            raise ConfigError(
-                f'memory_budget must be bytes as a number, or text such as "8GiB" or "500MB", got {value!r}'
-            )
+            raise ConfigError(f'{name} must be bytes as a number, or text such as "8GiB" or "500MB", got {value!r}')
         count = float(match[1]) * unit
     else:
-        raise ConfigError(f'memory_budget must be bytes as a number, or text such as "8GiB", got {value!r}')
+        raise ConfigError(f'{name} must be bytes as a number, or text such as "8GiB", got {value!r}')
     if count < 1:
-        raise ConfigError(f"memory_budget must be above 0, got {value!r}")
+        raise ConfigError(f"{name} must be above 0, got {value!r}")
     return int(count)

@@ -124,7 +124,7 @@ def test_recompute_prints_peaks_beside_times(load, monkeypatch: pytest.MonkeyPat
     results = recompute.run(1, [60], [0.5], ["dp", "ilp"], name="llama", layers=2, hidden=64)
     assert results["peak_mb"]['plan="auto" at 60 MB'] <= 60
     assert results["peak_mb"]["eager"] == pytest.approx(results["peak_mb"]['plan="none"'], rel=0.02)
-    assert "activation_memory_budget 0.5" in capsys.readouterr().out
+    assert "activation_memory_budget dp 0.5" in capsys.readouterr().out
     recompute.draw(results, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
 

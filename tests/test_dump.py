@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no such function": (["json:job"], "has no attribute 'job'"),
     "not a job": (["json:JSONDecoder"], "returned a JSONDecoder"),
     "no such file": (["missing.yaml"], "No such file"),
-    "no such module path": (["llama-tiny", "--module", "layers"], "nothing to print"),
+    "no such module path": (["llama-tiny", "--module", "layers"], "module 'layers' selects no operator"),
     "no such node": (["llama-tiny", "--around", "%99999"], "no operator is called '%99999'"),
 }
 

@@ -46,7 +46,7 @@ def test_a_plan_is_told_saved_and_replayed(capsys: pytest.CaptureFixture[str], t
     ("arguments", "told"),
     [
         (["--budget", "1KB"], "the step needs"),
-        (["--budget", "many"], "memory_budget must be bytes"),
+        (["--budget", "many"], "--budget must be bytes"),
         (["--hardware", "abacus"], "hardware must be one of 'a100'"),
         (["--plan", "nowhere.json"], "nowhere.json"),
     ],

@@ -238,11 +238,37 @@ def test_a_saved_plan_is_replayed(tmp_path: Any) -> None:
     with fixtures.seeded(0):
         other = Deep(layers=5)
     step = sg.compile_train_step(other, torch.optim.AdamW(other.parameters()), path, loss_fn=fixtures.mean_square)
-    with pytest.raises(PlanMismatchError, match="parameters") as error:
+    with pytest.raises(
+        PlanMismatchError, match=r"plan.json' was made for another step. .*Parameters here: .* elements"
+    ) as error:
         step.prepare(batch)
     assert error.value.differing == ("buffers", "parameters")
+    with pytest.raises(
+        PlanMismatchError, match=r"Batch here: batch f32\[16,64\], .*; in the plan: batch f32\[32,64\], "
+    ):
+        _deep_step(path).prepare(fixtures.rows(0, 16, 64))
     with pytest.raises(sg.PlanError, match="made elsewhere"):
         _deep_step(path, 1000).prepare(batch)
+
+
+@pytest.mark.parametrize(
+    "told", [None, {"peak_bytes": 1, "at": "", "by_category": {}, "seconds": 1.0, "extra_seconds": 0.0}]
+)
+def test_what_a_saved_plan_needs_is_worked_out_again(tmp_path: Any, told: Any) -> None:
+    """A file can come from another machine, another version or an editor; the peak that is told is that of what runs."""
+    batch = fixtures.rows(0, 32, 64)
+    made = _deep_step("sqrt")
+    made.prepare(batch)
+    values = json.loads(made.plan.to_json())
+    (tmp_path / "plan.json").write_text(json.dumps({**values, "prediction": told}))
+    replayed = _deep_step(tmp_path / "plan.json")
+    replayed.prepare(batch)
+    found, want = replayed.plan.prediction, made.plan.prediction
+    assert (found.peak_bytes, found.at, found.by_category) == (want.peak_bytes, want.at, want.by_category)
+    assert found.seconds == pytest.approx(want.seconds, rel=0.01), "the planner counts all views of what runs again"
+    assert found.extra_seconds == pytest.approx(want.extra_seconds, rel=0.05)
+    (note,) = replayed.plan.notes
+    assert note == ("made without a prediction" if told is None else "made where the peak was 1 bytes")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ..errors import ConfigError, StepGraphError
 from ..graph import Phase
 from ..planner import SPECS, Plan
 from ..runtime.calibrated import calibration_path
+from ..runtime.planning import parse_bytes
 from .calibrate import calibrate
 from .dump import Dump, Selection
 from .job import load_job
@@ -127,7 +128,8 @@ def _dump(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     job = load_job(args.job)
-    given = {"memory_budget": args.budget, "hardware": args.hardware}
+    budget = None if args.budget is None else parse_bytes(args.budget, "--budget")
+    given = {"memory_budget": budget, "hardware": args.hardware}
     step = job.compile(plan=args.plan, lowering="eager", **{k: v for k, v in given.items() if v is not None})
     step.prepare(job.batch)
     plan = step.plan

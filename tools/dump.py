@@ -48,6 +48,10 @@ class Selection:
     around: str | None = None
     radius: int = 6
 
+    def __str__(self) -> str:
+        asked = {"phase": self.phase, "module": self.module, "around": self.around}
+        return ", ".join(f"{name} {str(value)!r}" for name, value in asked.items() if value is not None)
+
 
 class Dump:
     """The text of one graph.
@@ -110,8 +114,8 @@ class Dump:
         if not calls:
             modules = dict.fromkeys(n.meta["key"].module.split(".")[0] or "(root)" for n in self.graph.calls)
             raise ConfigError(
-                f"nothing to print: no operator is selected. Phases are {', '.join(self.graph.op_counts_by_phase())}; modules "
-                f"begin with {', '.join(list(modules)[:12])}"
+                f"nothing to print: {selection} selects no operator. Phases are "
+                f"{', '.join(self.graph.op_counts_by_phase())}; modules begin with {', '.join(list(modules)[:12])}"
             )
         return calls
 

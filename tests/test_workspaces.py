@@ -1,0 +1,89 @@
+"""What operators need while they run, where it depends on the values that they get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stepgraph as sg
+
+from . import fixtures
+from .peaks import peak_of_step
+
+
+class LargestOfBag(nn.Module):
+    """Its backward picks out the rows that were the largest, of bags that are not empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(50, 256, mode="max")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids)
+
+
+class PutWhere(nn.Module):
+    """Its kernel turns a mask into the indices of what it selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        return torch.index_put(scaled, (x > -9.0,), torch.zeros(()))
+
+
+class Decomposed(nn.Module):
+    """What a solver works in, whatever the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(96) * 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.cholesky(self.weight @ self.weight.t()) @ x
+
+
+def _ids() -> Tensor:
+    return torch.randint(0, 50, (2048, 3), generator=torch.Generator().manual_seed(0))
+
+
+CASES: dict[str, tuple[type[nn.Module], Any]] = {
+    "bag": (LargestOfBag, _ids()),
+    "mask": (PutWhere, torch.randn(64, 256, generator=torch.Generator().manual_seed(0))),
+    "decomposition": (Decomposed, torch.ones(96, 96)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.feature("MEM-1")
+def test_workspaces_that_depend_on_values_are_counted_at_their_most(name: str) -> None:
+    kind, batch = CASES[name]
+    model = kind()
+    step = sg.compile_train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "none", loss_fn=fixtures.mean_square
+    )
+    step(batch)
+    predicted = step.plan.prediction.peak_bytes
+    assert peak_of_step(step, batch)[1] == pytest.approx(predicted, rel=1e-3)
+    assert not step.plan.notes
+
+
+def test_what_runs_on_no_trial_values_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Any, device: torch.device) -> Any:
+        raise RuntimeError("not these values")
+
+    model = Decomposed()
+    step = sg.compile_train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "none", loss_fn=fixtures.mean_square
+    )
+    monkeypatch.setattr("stepgraph.planner.workspaces._MEASURED", {})
+    monkeypatch.setattr("stepgraph.planner.workspaces.allocation_peak", refuse)
+    step.prepare(torch.ones(96, 96))
+    (note,) = step.plan.notes
+    assert "aten.linalg_cholesky_ex" in note
+    assert note in str(step.plan)
