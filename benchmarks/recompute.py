@@ -179,10 +179,10 @@ def held_bytes(model: nn.Module) -> int:
     return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def plans(budgets: list[float], **sizes: Any) -> Iterator[tuple[str, Call, float]]:
+def plans(asked: list[tuple[str, float | None]], **sizes: Any) -> Iterator[tuple[str, Call, float]]:
     """Names, calls and predicted peaks in MB."""
     made: set[float] = set()
-    for plan, megabytes in [("none", None), ("sqrt", None), *[("auto", b) for b in budgets]]:
+    for plan, megabytes in asked:
         try:
             call, step = planned(plan, megabytes, **sizes)
         except sg.PlanError as error:
@@ -211,7 +211,10 @@ def run(rounds: int, budgets: list[float], shares: list[float], solvers: list[st
 
     for name, call in peers(shares, solvers, **sizes):
         add(name, call)
-    for name, call, megabytes in plans(sorted({*budgets, *(round(p, 1) for p in peaks.values())}), **sizes):
+    for name, call, megabytes in plans([("none", None), ("sqrt", None)], **sizes):
+        add(name, call, megabytes)
+    limits = sorted({*budgets, *(round(p, 1) for p in peaks.values())})
+    for name, call, megabytes in plans([("auto", limit) for limit in limits], **sizes):
         add(name, call, megabytes)
     times = measure(calls, rounds=rounds)
     rows = []

@@ -46,6 +46,7 @@ class Operator:
         may_overwrite: storages among ``reads``, as large as the only result, which is written over the first of them that
             nothing else needs any more.
         likeness: equal for operators that compute the same on operands of the same layout.
+        stage: the phase that it belongs to.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Operator:
     can_repeat: bool = True
     likeness: int = 0
     may_overwrite: tuple[int, ...] = ()
+    stage: str = ""
 
 
 class Run(NamedTuple):
@@ -225,6 +227,7 @@ def outline_of(
                 may_overwrite=tuple(
                     numbers[key] for n in overwritable(node) for key in storages_of(n) if key in numbers and overwrites
                 ),
+                stage=str(node.meta["phase"]),
             )
         )
         counts[node.meta["phase"]] += 1

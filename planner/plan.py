@@ -61,6 +61,7 @@ class Prediction:
         by_category: what is alive there.
         seconds: of the step.
         extra_seconds: of that, what runs again.
+        seconds_by_stage: of each phase, of what runs again, and what a step takes beside its operators.
     """
 
     peak_bytes: int
@@ -68,6 +69,7 @@ class Prediction:
     by_category: Mapping[str, int]
     seconds: float
     extra_seconds: float
+    seconds_by_stage: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Plan:
             yield f"    {', '.join(f'{c} {found.by_category[c]:,}' for c in CATEGORIES if c in found.by_category)}"
             share = f", {found.extra_seconds / found.seconds:.1%} of it computing again" if again else ""
             yield f"  predicted time {found.seconds * 1e3:.1f} ms on {self.hardware}{share}"
+            yield f"    {', '.join(f'{stage} {seconds * 1e3:.1f}' for stage, seconds in found.seconds_by_stage.items())}"
         if self.frontier:
             price = f"memory costs {self.price * 1e9:.3g} s per GB there"
             yield f"  at most {self.gap:.1%} slower than any plan within the budget; {price}"
@@ -232,6 +235,7 @@ _READERS: dict[Any, dict[str, Any]] = {
         "by_category": _mapping_of(_of(int)),
         "seconds": _number,
         "extra_seconds": _number,
+        "seconds_by_stage": _mapping_of(_number),
     },
     Plan: {
         "strategy": _of(str),

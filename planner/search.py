@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -15,7 +15,7 @@ from ..graph import InputRole, StepGraph, describe_type, tensors_in, type_of
 from .blocks import find_blocks, part_of, shared_storages
 from .cost import beside_seconds, node_seconds
 from .hardware import HardwareSpec
-from .memory import simulate
+from .memory import Peak, simulate
 from .outline import Outline, outline_of
 from .plan import Decision, Plan, Prediction, rounded
 from .recompute import Pick, RecomputeProblem
@@ -26,6 +26,7 @@ SHORTEST_FRONTIER = 40  # plans told beside the one that was taken, at most
 ASKED = "the model's own checkpointed regions"
 ROOT = "every √L-th block's input"
 EVERYTHING = "everything fits"
+_BESIDE = "beside operators"
 _ROWS_TOLD = 4  # inputs of a kind that a fingerprint names one by one
 
 
@@ -86,9 +87,13 @@ def prediction_of(
 ) -> Prediction:
     """What a step graph that a plan was applied to needs, by the simulator and the clock."""
     peak, clock = simulate(graph, workspace_bytes).settled().peak(), timeline_of(graph, node_seconds(spec))
-    seconds = clock.seconds + beside_seconds(graph, spec)
-    again = clock.seconds_by_stage().get(AGAIN, 0.0)
-    return Prediction(peak.peak_bytes, peak.at, peak.by_category, rounded(seconds), rounded(again))
+    beside, stages = beside_seconds(graph, spec), clock.seconds_by_stage()
+    return _prediction(peak, clock.seconds + beside, stages.get(AGAIN, 0.0), {**stages, _BESIDE: beside})
+
+
+def _prediction(peak: Peak, seconds: float, extra_seconds: float, stages: Mapping[str, float]) -> Prediction:
+    by_stage = {stage: rounded(taken) for stage, taken in stages.items() if taken}
+    return Prediction(peak.peak_bytes, peak.at, peak.by_category, rounded(seconds), rounded(extra_seconds), by_stage)
 
 
 def fastest_within(problem: RecomputeProblem, budget_bytes: int) -> tuple[Pick, Schedule]:
@@ -173,19 +178,15 @@ def _told(plan: Plan, chosen: Schedule, budget_bytes: int | None) -> Plan:
             'plan="auto" may keep to less.',
             chosen.peak_bytes,
         )
-    peak = chosen.timeline().peak()
-    return replace(
-        plan,
-        repeats=chosen.repeats(),
-        decisions=_decisions(chosen),
-        prediction=Prediction(
-            peak.peak_bytes,
-            peak.at,
-            peak.by_category,
-            rounded(chosen.seconds),
-            rounded(chosen.seconds - chosen.outline.seconds),
-        ),
-    )
+    outline = chosen.outline
+    stages: dict[str, float] = {}
+    for run in chosen.runs:
+        operator = outline.operators[run.operator]
+        stage = AGAIN if run.is_repeat else operator.stage
+        stages[stage] = stages.get(stage, 0.0) + operator.seconds
+    stages[_BESIDE] = outline.beside_seconds
+    found = _prediction(chosen.timeline().peak(), chosen.seconds, chosen.seconds - outline.seconds, stages)
+    return replace(plan, repeats=chosen.repeats(), decisions=_decisions(chosen), prediction=found)
 
 
 def _decisions(chosen: Schedule) -> tuple[Decision, ...]:

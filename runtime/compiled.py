@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +128,7 @@ class CompiledBatch:
         self.variants: list[Variant] = []
         self.micros: dict[Part | None, Program] = {}
         self.capture_seconds = 0.0
+        self.planning_seconds = 0.0
         self.has_run = False
         self._tensors = tensors
         self._optimizer = optimizer
@@ -219,7 +221,9 @@ class CompiledBatch:
             if has_backward:
                 plan = self.plan
                 if plan is None:
+                    start = time.perf_counter()
                     plan, compacted = options.planning.plan(graph, self._optimizer, self._planned_for)
+                    self.planning_seconds = time.perf_counter() - start
                     records += compacted
                 records += apply_plan(graph, plan, uses_inductor=options.uses_inductor)
                 self.plan = self.plan or options.planning.replayed(graph, plan, self._planned_for)

@@ -131,7 +131,8 @@ def describe_compiled(number: int, compiled: CompiledBatch) -> Iterator[str]:
         return
     variant = compiled.variants[0]
     counts = ", ".join(f"{n} {phase}" for phase, n in variant.graph.op_counts_by_phase().items())
-    yield f"capture {number}: {', '.join(compiled.batch)} ({compiled.capture_seconds:.1f} s)"
+    planned = f", planned in {compiled.planning_seconds:.1f} s" if compiled.planning_seconds >= 0.1 else ""
+    yield f"capture {number}: {', '.join(compiled.batch)} ({compiled.capture_seconds:.1f} s{planned})"
     yield f"  {counts} operators"
     for record in variant.records:
         yield f"  pass {record}"

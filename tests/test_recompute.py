@@ -252,7 +252,11 @@ def test_a_saved_plan_is_replayed(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [None, {"peak_bytes": 1, "at": "", "by_category": {}, "seconds": 1.0, "extra_seconds": 0.0}]
+    "told",
+    [
+        None,
+        {"peak_bytes": 1, "at": "", "by_category": {}, "seconds": 1.0, "extra_seconds": 0.0, "seconds_by_stage": {}},
+    ],
 )
 def test_what_a_saved_plan_needs_is_worked_out_again(tmp_path: Any, told: Any) -> None:
     """A file can come from another machine, another version or an editor; the peak that is told is that of what runs."""
