@@ -271,8 +271,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for name, mark in (("eager", "s"), ("activation_memory_budget", "x"), ('plan="sqrt"', "^")):
         for number, n in enumerate(n for n in peaks if n.startswith(name)):
             axes.plot(peaks[n], 1e3 * seconds[n], mark, color=f"C{' sx^'.index(mark)}", label=None if number else name)
-            axes.annotate(n.removeprefix(name).lstrip(", "), (peaks[n], 1e3 * seconds[n]), fontsize=7)
+            label = n.removeprefix(name).lstrip(", ")
+            aside = {"xytext": (-6, -2), "ha": "right"} if label.startswith("ilp") else {"xytext": (6, -2)}
+            axes.annotate(label, (peaks[n], 1e3 * seconds[n]), textcoords="offset points", fontsize=7, **aside)
     axes.set(xlabel="peak above parameters and optimizer state, MB", ylabel="milliseconds a step")
+    axes.margins(x=0.1)
     axes.legend()
     figure.savefig(path, dpi=150)
 
