@@ -2,13 +2,14 @@
 
 Convolutions choose an algorithm, some kernels copy what is not contiguous or of another dtype. Each operator is run on values
 of the layouts it has in the graph: on zeros, and where it takes whole numbers or truth values, on ones as well, since what a
-kernel picks out by them takes memory too. The larger counts; layers that are alike share the result.
+kernel picks out by them takes memory too; grouped products with all groups in use. The largest counts; layers that are alike
+share the result.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..device import allocation_peak, autocast_off
 from ..graph import (
     CAPTURED_PHASES,
     StepGraph,
+    argument,
     effects_of,
     family_of,
     is_view,
@@ -92,20 +94,18 @@ def _is_measurable(node: fx.Node) -> bool:
 
 
 def _measure(node: fx.Node) -> int | None:
-    """The most that it takes; None where it refuses all values."""
-    chooses = any(_is_discrete(operand.meta["val"]) for operand in node.all_input_nodes)
-    taken = [_measured_on(node, fill) for fill in ((_zeros, _ones) if chooses else (_zeros,))]
+    """The most that it takes on any trial values; None where it refuses them all."""
+    taken = [_measured_on(node, values) for values in _trials(node)]
     return max((workspace for workspace in taken if workspace is not None), default=None)
 
 
-def _measured_on(node: fx.Node, fill: Callable[[Tensor], Tensor]) -> int | None:
+def _measured_on(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> int | None:
     """None where the operator refuses the values."""
     target: Any = KERNELS.get(node.target, node.target)
-    scratch = {operand: fill(_memory_like(operand.meta["val"])) for operand in node.all_input_nodes}
-    args, kwargs = fx.map_arg((node.args, node.kwargs), scratch.__getitem__)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     given = {key for operand in node.all_input_nodes for key in storages_of(operand)}
     made = sum(size for key, size in storage_sizes(node).items() if key not in given)
-    device = next((t.device for t in scratch.values()), None)
+    device = next((t.device for t in values.values()), None)
     if device is None:
         return 0
     mode: Any = grad_mode_below_autograd() if node.meta["grad_mode"] else contextlib.nullcontext()
@@ -117,18 +117,35 @@ def _measured_on(node: fx.Node, fill: Callable[[Tensor], Tensor]) -> int | None:
     return max(peak_bytes - made, 0)
 
 
+def _trials(node: fx.Node) -> Iterator[dict[fx.Node, Tensor]]:
+    """Values for its operands: zeros, ones where they count or pick something, and groups that are all in use."""
+    yield _filled(node, 0)
+    if any(_is_discrete(operand.meta["val"]) for operand in node.all_input_nodes):
+        yield _filled(node, 1)
+    ends = argument(node, "offs")  # where each group of a grouped product ends
+    if isinstance(ends, fx.Node):
+        values = _filled(node, 0)
+        first, second = (values[operand] for operand in node.all_input_nodes[:2])
+        rows = (
+            first.shape[0]
+            if (first.dim(), second.dim()) == (2, 3)
+            else (second if first.dim() > 2 else first).shape[-1]
+        )
+        count = values[ends].numel()
+        values[ends].copy_(torch.arange(1, count + 1).clamp(max=rows))  # a row each, since odd places cost a copy,
+        values[ends][count - 1] = rows  # and the rest in the last
+        yield values
+
+
+def _filled(node: fx.Node, count: int) -> dict[fx.Node, Tensor]:
+    """Zeros, and ``count`` wherever whole numbers or truth values are taken."""
+
+    def made(fake: Tensor) -> Tensor:
+        memory = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+        return memory.fill_(count if _is_discrete(fake) else 0)
+
+    return {operand: made(operand.meta["val"]) for operand in node.all_input_nodes}
+
+
 def _is_discrete(tensor: Tensor) -> bool:
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-
-
-def _memory_like(fake: Tensor) -> Tensor:
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return tensor.zero_()
-
-
-def _ones(tensor: Tensor) -> Tensor:
-    """Ones where numbers count or choose something, zeros elsewhere."""
-    return tensor.fill_(1) if _is_discrete(tensor) else tensor.zero_()

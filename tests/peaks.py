@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +32,7 @@ def _tensors(holders: Iterable[Any]) -> Iterable[Tensor]:
 def peak_of_step(step: Any, batch: Any, run: Callable[[], Any] | None = None) -> tuple[Any, int]:
     """What a step returns, and its peak: what model, optimizer and batch hold before it, and what it allocates."""
     step.prepare(batch)
+    gc.collect()  # what it frees amid the step would be taken off the peak
     before = held_bytes(step.model, step.optimizer, batch)
     result, allocated = allocation_peak(run or (lambda: step(batch)), torch.device("cpu"))
     return result, before + allocated

