@@ -34,6 +34,7 @@ from .calibrated import spec_of
 
 MARGIN = 0.1  # of the device's memory, left to what is not counted: the allocator's own, the process, other programs
 _UNITS = {
+    "": 1,
     "b": 1,
     "kb": 10**3,
     "mb": 10**6,
@@ -252,7 +253,7 @@ def parse_bytes(value: Any, name: str = "memory_budget") -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         count = float(value)
     elif isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             raise ConfigError(f'{name} must be bytes as a number, or text such as "8GiB" or "500MB", got {value!r}')

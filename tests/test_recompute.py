@@ -304,7 +304,8 @@ def test_files_that_are_no_plans(tmp_path: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "bytes_"), [(1000, 1000), ("8GiB", 8 * 2**30), ("500 MB", 500_000_000), ("1.5kb", 1500), ("7 B", 7)]
+    ("given", "bytes_"),
+    [(1000, 1000), ("8GiB", 8 * 2**30), ("500 MB", 500_000_000), ("1.5kb", 1500), ("7 B", 7), ("1200", 1200)],
 )
 def test_budgets_are_read(given: Any, bytes_: int) -> None:
     assert parse_bytes(given) == bytes_
