@@ -36,9 +36,10 @@ def _compact(target: Any) -> Callable[..., Any]:
     return run
 
 
-# Reduced over a buffer that is shrunk to one element and kept: the elementwise loss would live as long as the loss.
-for _loss in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"):
-    KERNELS[getattr(torch.ops.aten, _loss).default] = _compact(getattr(torch.ops.aten, _loss).default)
+# Losses are reduced over a buffer that is shrunk to one element and kept: the elementwise loss would live as long as the loss.
+# What is folded is the inner part of a padded image.
+for _large in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "col2im"):
+    KERNELS[getattr(torch.ops.aten, _large).default] = _compact(getattr(torch.ops.aten, _large).default)
 
 
 def nonfinite_code(loss: Tensor, norm: Tensor, grads: list[Tensor], norm_decides: bool) -> Tensor:

@@ -118,10 +118,12 @@ def _measured_on(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> int | None:
 
 
 def _trials(node: fx.Node) -> Iterator[dict[fx.Node, Tensor]]:
-    """Values for its operands: zeros, ones where they count or pick something, and groups that are all in use."""
+    """Values for its operands: zeros, ones where they count, pick or set a norm, and groups that are all in use."""
     yield _filled(node, 0)
     if any(_is_discrete(operand.meta["val"]) for operand in node.all_input_nodes):
         yield _filled(node, 1)
+    if family_of(node.target).startswith("linalg_"):
+        yield _filled(node, 1, numbers=1)  # a matrix exponential has more terms for larger norms
     ends = argument(node, "offs")  # where each group of a grouped product ends
     if isinstance(ends, fx.Node):
         values = _filled(node, 0)
@@ -137,12 +139,12 @@ def _trials(node: fx.Node) -> Iterator[dict[fx.Node, Tensor]]:
         yield values
 
 
-def _filled(node: fx.Node, count: int) -> dict[fx.Node, Tensor]:
-    """Zeros, and ``count`` wherever whole numbers or truth values are taken."""
+def _filled(node: fx.Node, count: int, numbers: int = 0) -> dict[fx.Node, Tensor]:
+    """``count`` wherever whole numbers or truth values are taken, ``numbers`` elsewhere."""
 
     def made(fake: Tensor) -> Tensor:
         memory = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-        return memory.fill_(count if _is_discrete(fake) else 0)
+        return memory.fill_(count if _is_discrete(fake) else numbers)
 
     return {operand: made(operand.meta["val"]) for operand in node.all_input_nodes}
 

@@ -48,6 +48,29 @@ class Decomposed(nn.Module):
         return torch.linalg.cholesky(self.weight @ self.weight.t()) @ x
 
 
+class Exponential(nn.Module):
+    """The number of terms depends on the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((48, 48), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.matrix_exp(self.weight) @ x
+
+
+class Folded(nn.Module):
+    """The kernel folds into a padded image and returns a view of its inner part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.fold(nn.functional.unfold(self.convolution(x), 3, padding=8), (16, 16), 3, padding=8)
+        return x.sin().exp()
+
+
 def _ids() -> Tensor:
     return torch.randint(0, 50, (2048, 3), generator=torch.Generator().manual_seed(0))
 
@@ -55,6 +78,8 @@ def _ids() -> Tensor:
 CASES: dict[str, tuple[type[nn.Module], Any]] = {
     "bag": (LargestOfBag, _ids()),
     "mask": (PutWhere, torch.randn(64, 256, generator=torch.Generator().manual_seed(0))),
+    "exponential": (Exponential, torch.ones(48, 8)),
+    "folded": (Folded, torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(0))),
     "decomposition": (Decomposed, torch.ones(96, 96)),
 }
 
