@@ -120,7 +120,7 @@ class Planning:
         if not workspaces.refused:
             return plan
         operators = ", ".join(workspaces.refused)
-        note = f"memory that {operators} may take while running is not counted: no trial values suited it"
+        note = f"memory that {operators} may take while running is not counted: it could not be tried"
         return replace(plan, notes=(*plan.notes, note))
 
     def _spec(self, device: torch.device) -> HardwareSpec:
