@@ -100,6 +100,7 @@ __all__ = [
     "recorded_allocations",
     "selective_policy",
     "sequence_number_of",
+    "step_without_hooks",
     "storage_key",
     "tensor_hooks_of",
     "traced_node",
@@ -433,6 +434,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
     )
+
+
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """``kind.step`` below the wrapper that runs hooks, ``profile_hook_step``; its mark ``hooked`` seen in 2.13."""
+    step: Any = kind.step
+    return cast("Callable[[torch.optim.Optimizer], Any]", step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
 def compile_with_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

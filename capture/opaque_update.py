@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..graph import InputRole, InputSpec, Phase, StepGraph
-from ..torch_compat import FakeTensorMode
+from ..graph import InputRole, InputSpec, Phase, Rehearsal, StepGraph
+from ..torch_compat import FakeTensorMode, has_step_hooks
+from .rehearsal import rehearsed, state_bytes
 
 Swap = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -22,13 +24,37 @@ class OpaqueStep:
     held before is put back.
 
     Args:
+        params: what it is to update, real or fake, by the identity of the optimizer's own parameters.
+        grads: the gradients of those that have one.
         swapped: a context in which the optimizer holds what it is to update.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, swapped: Swap = contextlib.nullcontext) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[int, Tensor],
+        grads: Mapping[int, Tensor],
+        swapped: Swap = contextlib.nullcontext,
+    ) -> None:
         self.__name__ = f"{type(optimizer).__name__}.step"
         self._optimizer = optimizer
+        self._params, self._grads = params, grads
         self._swapped = swapped
+        self._rehearsal: Rehearsal | None = None
+        self._is_rehearsed = False
+
+    def rehearsal(self) -> Rehearsal | None:
+        """What a step does, found out once, on a copy without memory; None where that fails."""
+        if not self._is_rehearsed:
+            self._rehearsal = rehearsed(self._optimizer, self._params, self._grads)
+            self._is_rehearsed = True
+        if self._rehearsal is not None and has_step_hooks(self._optimizer):
+            return replace(self._rehearsal, left_out=f"the hooks of {self.__name__}")
+        return self._rehearsal
+
+    def held_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        return state_bytes(self._optimizer)
 
     def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Updates ``params`` with ``grads``, both of the shapes of the parameters; others of the optimizer get none."""
@@ -52,18 +78,20 @@ class OpaqueStep:
 
 def opaque_update_graph(
     optimizer: torch.optim.Optimizer,
+    held: Mapping[str, Tensor],
     mode: FakeTensorMode,
     params: dict[str, Tensor],
     grads: dict[str, Tensor],
     swapped: Swap = contextlib.nullcontext,
 ) -> StepGraph:
-    """An update graph of a single call, for the fake ``grads``, by key, of the fake ``params``."""
+    """An update graph of a single call, for the fake ``grads``, by key, of the fake ``params``, which stand for ``held``."""
     graph = fx.Graph()
     graph.output([])
     update = StepGraph(graph, [], [], fake_mode=mode)
     inputs = [update.add_input(InputSpec(InputRole.PARAM, key), params[key], "param") for key in grads]
     grad_inputs = [update.add_input(InputSpec(InputRole.GRAD, key), grads[key], "grad") for key in grads]
-    target = OpaqueStep(optimizer, swapped)
+    own_params, own_grads = ({id(held[key]): fake for key, fake in fakes.items()} for fakes in (params, grads))
+    target = OpaqueStep(optimizer, own_params, own_grads, swapped)
     with graph.inserting_before(update.output_node):
         call = graph.call_function(target, (inputs, grad_inputs))
     call.meta.update(val=None, source=None, region=None, trace_index=None, grad_mode=False)

@@ -9,37 +9,38 @@ eager's first step does, and hands it out.
 from __future__ import annotations
 
 import contextlib
-import copy
 import numbers
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 
-from ..device import autocast_off, optimizer_uses_foreach
+from ..device import autocast_off
+from ..errors import CaptureError
 from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph, family_of
 from ..graph.ops import FUSED_TWINS
 from ..torch_compat import (
-    OPTIMIZER_BOOKKEEPING,
+    FakeTensor,
     FakeTensorMode,
     fused_optimizers_replaced,
     has_step_hooks,
     hyper_scalar,
-    storage_key,
 )
 from .ambient import CAPTURE_LOCK
 from .context import TraceContext
 from .failures import capture_error, is_data_dependent, source_line_of
-from .fake_results import fake_of
+from .fake_results import fake_of, fake_on
 from .forward_backward import CapturedStep, drop_profiler_marks, lift_constants
 from .opaque_update import Swap, opaque_update_graph
 from .recorder import Recorder
+from .scratch import ScratchRecord, scratch_copy
 
 Hypers = dict[str, float]
+State = Mapping[Tensor, dict[str, Any]]
 
 
 class _Untraceable(Exception):
@@ -183,7 +184,8 @@ def capture_update(
     """Traces one update of the parameters that have a gradient in ``targets``; nothing real is read, run or changed.
 
     Where ``step()`` branches on data, keeps state that is no tensor, changes the optimizer itself or has hooks, the update is
-    one call of it (:mod:`.opaque_update`).
+    one call of it (:mod:`.opaque_update`). So is a first update that knows the values of the state that it creates, where a
+    later one would not: each step is then what the first was planned as.
 
     Args:
         params: every parameter of the model, by key.
@@ -194,24 +196,49 @@ def capture_update(
     """
 
     def opaque() -> StepGraph:
-        return opaque_update_graph(optimizer, targets.mode, targets.params, targets.grads, targets.swapped)
+        return opaque_update_graph(optimizer, params, targets.mode, targets.params, targets.grads, targets.swapped)
 
     if has_step_hooks(optimizer):
         return CapturedUpdate(opaque(), opaque_reason="the optimizer has step hooks", has_hooks=True)
     try:
-        return _traced(optimizer, params, targets, tensor_by_tensor)
+        update = _traced(optimizer, params, targets, optimizer.state, tensor_by_tensor)
+        _require_later_update(update.graph, optimizer, params, targets)
+        return update
     except _Untraceable as untraceable:
         reason = f"{type(optimizer).__name__}.step() {untraceable}"
         return CapturedUpdate(opaque(), constants=group_constants(optimizer), opaque_reason=reason)
 
 
+def _require_later_update(
+    first: StepGraph, optimizer: torch.optim.Optimizer, params: dict[str, Tensor], targets: UpdateTargets
+) -> None:
+    """Raises where the update that follows one that creates state is not traceable, which one parameter of a kind tells."""
+    created: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for full_key, node in first.output_nodes(OutputRole.STATE).items():
+        key, _, name = full_key.partition("/")
+        fake = node.meta["val"]
+        created[key][name] = fake_on(targets.mode, fake, fake.device)
+    groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    kinds = {(groups[id(params[key])], params[key].ndim, params[key].dtype): key for key in created}
+    keys = set(kinds.values())
+    if keys:
+        few = replace(targets, grads={key: grad for key, grad in targets.grads.items() if key in keys})
+        state = {p: {**optimizer.state.get(p, {}), **created[key]} for key, p in params.items() if key in keys}
+        with contextlib.suppress(CaptureError):  # which the later update will raise, if it does
+            _traced(optimizer, params, few, state, tensor_by_tensor=False)
+
+
 def _traced(
-    optimizer: torch.optim.Optimizer, params: dict[str, Tensor], targets: UpdateTargets, tensor_by_tensor: bool
+    optimizer: torch.optim.Optimizer,
+    params: dict[str, Tensor],
+    targets: UpdateTargets,
+    state: State,
+    tensor_by_tensor: bool,
 ) -> CapturedUpdate:
     """Traces with integers as hyperparameters, and as constants where ``step()`` needs them to be integers."""
     failures = []
     for integers_are_constants in (False, True):
-        trace = _UpdateTrace(optimizer, params, targets, integers_are_constants, tensor_by_tensor)
+        trace = _UpdateTrace(optimizer, params, targets, state, integers_are_constants, tensor_by_tensor)
         try:
             with CAPTURE_LOCK:
                 return trace.run()
@@ -232,10 +259,12 @@ class _UpdateTrace:
         optimizer: torch.optim.Optimizer,
         params: dict[str, Tensor],
         targets: UpdateTargets,
+        state: State,
         integers_are_constants: bool,
         tensor_by_tensor: bool,
     ) -> None:
         self.optimizer = optimizer
+        self.state = state
         self.tensor_by_tensor = tensor_by_tensor
         self.integers_are_constants = integers_are_constants
         self.params = params
@@ -262,8 +291,8 @@ class _UpdateTrace:
         self.state_keys = [
             (key, name)
             for key, p in zip(self.grad_keys, with_grad, strict=True)
-            if p in self.optimizer.state
-            for name, value in self.optimizer.state[p].items()
+            if p in self.state
+            for name, value in self.state[p].items()
             if self._is_state_tensor(key, name, value)
         ]
         flat = [
@@ -294,7 +323,8 @@ class _UpdateTrace:
         raise _Untraceable(f"keeps a {type(value).__name__} in state[{key!r}][{name!r}]")
 
     def _fake_state(self, key: str, name: str) -> Tensor:
-        return fake_of(self.mode, self.optimizer.state[self.params[key]][name])
+        value = self.state[self.params[key]][name]
+        return value if isinstance(value, FakeTensor) else fake_of(self.mode, value)
 
     def _fake_hyper(self, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):
@@ -315,10 +345,10 @@ class _UpdateTrace:
         scratch = self._scratch_optimizer(stand_ins, hypers)
         given = dict(zip(self.state_keys, state, strict=True))
         for key, param in zip(self.grad_keys, params, strict=True):
-            real = self.optimizer.state.get(self.params[key])
+            real = self.state.get(self.params[key])
             if real:
                 scratch.state[param] = {name: given.get((key, name), value) for name, value in real.items()}
-        before = _ScratchRecord(scratch, params)
+        before = ScratchRecord(scratch, params)
         try:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
@@ -326,25 +356,15 @@ class _UpdateTrace:
         finally:
             for param in params:
                 param.grad = None
-        before.check(scratch)
+        if changed := before.changes(scratch):
+            raise _Untraceable(f"changes {', '.join(changed)}")
         return self._created_state(scratch, dict(zip(self.grad_keys, params, strict=True)), given)
 
     def _scratch_optimizer(self, stand_ins: dict[int, Tensor], hypers: list[Tensor]) -> torch.optim.Optimizer:
-        real = self.optimizer
-        scratch = object.__new__(type(real))
-        for name, value in real.__dict__.items():
-            if name != "step":  # schedulers wrap it on the instance
-                scratch.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
-        scratch.state = defaultdict(dict)
-        scratch.param_groups = [dict(group) for group in real.param_groups]
-        for group in scratch.param_groups:
-            real_params = group["params"]
-            group["params"] = [stand_ins[id(p)] for p in real_params]
-            if self.tensor_by_tensor:
+        scratch = scratch_copy(self.optimizer, stand_ins, [self.params[k] for k in self.grad_keys])
+        if self.tensor_by_tensor:
+            for group in scratch.param_groups:
                 group.update((name, False) for name in ("foreach", "fused") if name in group)
-            elif "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                trained = [p for p in real_params if any(p is self.params[k] for k in self.grad_keys)]
-                group["foreach"] = bool(trained) and optimizer_uses_foreach(trained)
         scalars = dict(zip(self.hypers, hypers, strict=True))
         for key, group, name, position, value in list(
             hypers_of(scratch, integers_are_constants=self.integers_are_constants)
@@ -374,7 +394,7 @@ class _UpdateTrace:
             if id(param) not in keys:
                 raise _Untraceable("keeps state under what is no parameter with a gradient")
             key = keys[id(param)]
-            real = self.optimizer.state.get(self.params[key], {})
+            real = self.state.get(self.params[key], {})
             if gone := real.keys() - entries.keys():
                 raise _Untraceable(f"deletes state entries ({', '.join(gone)})")
             for name, value in entries.items():
@@ -419,47 +439,6 @@ class _UpdateTrace:
                 raise _Untraceable("branches on the value of a tensor")
             if symbols:
                 yield HyperGuard(guard.expr, {s: self.symbols[s] for s in symbols})
-
-
-class _ScratchRecord:
-    """What a scratch optimizer held before its step, to find changes that a graph cannot carry."""
-
-    def __init__(self, scratch: torch.optim.Optimizer, params: list[Tensor]) -> None:
-        self._params = params
-        self._storages = [storage_key(p) for p in params]
-        self._groups = [dict(group) for group in scratch.param_groups]
-        self._attributes = dict(scratch.__dict__)
-        self._contents = {k: copy.copy(v) for k, v in scratch.__dict__.items() if k in self._containers(scratch)}
-
-    @staticmethod
-    def _containers(scratch: torch.optim.Optimizer) -> set[str]:
-        own = {k for k, v in scratch.__dict__.items() if isinstance(v, (list, dict, set))}
-        return own - {"state", "param_groups"}
-
-    def check(self, scratch: torch.optim.Optimizer) -> None:
-        """Raises where the step changed the optimizer itself, its groups or a parameter's memory."""
-        now = scratch.__dict__
-        changed = [f"self.{k}" for k, v in now.items() if k not in OPTIMIZER_BOOKKEEPING and self._has_changed(k, v)]
-        for index, (group, before) in enumerate(zip(scratch.param_groups, self._groups, strict=True)):
-            names = dict.fromkeys([*before, *group])
-            changed += [f"group {index}[{n!r}]" for n in names if group.get(n, _ABSENT) is not before.get(n, _ABSENT)]
-        if [storage_key(p) for p in self._params] != self._storages:
-            changed.append("param.data, by assignment")
-        if changed:
-            raise _Untraceable(f"changes {', '.join(changed)}")
-
-    def _has_changed(self, name: str, value: Any) -> bool:
-        if self._attributes.get(name, _ABSENT) is not value:
-            return True
-        before = self._contents.get(name)
-        if before is None:
-            return False
-        items = (list(c.items()) if isinstance(c, dict) else list(c) for c in (before, value))
-        old, new = ([part for item in c for part in (item if isinstance(item, tuple) else (item,))] for c in items)
-        return len(old) != len(new) or any(x is not y for x, y in zip(old, new, strict=True))
-
-
-_ABSENT = object()
 
 
 def _owning_params(step_graph: StepGraph) -> dict[torch.fx.Node, frozenset[str]]:

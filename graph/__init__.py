@@ -12,6 +12,10 @@ from .effects import written_nodes as written_nodes
 from .gradient_rules import gradients_of as gradients_of
 from .gradient_rules import loss_that_decides as loss_that_decides
 from .liveness import last_uses as last_uses
+from .opaque import InnerCall as InnerCall
+from .opaque import Rehearsal as Rehearsal
+from .opaque import Rehearses as Rehearses
+from .opaque import rehearsal_of as rehearsal_of
 from .operands import argument as argument
 from .operands import arguments_by_name as arguments_by_name
 from .operands import freeze as freeze

@@ -5,6 +5,7 @@ from .hardware import SPECS as SPECS
 from .hardware import HardwareSpec as HardwareSpec
 from .hardware import spec_from_json as spec_from_json
 from .memory import CATEGORIES as CATEGORIES
+from .memory import STATE as STATE
 from .memory import WORKSPACE as WORKSPACE
 from .memory import MemoryTimeline as MemoryTimeline
 from .memory import Peak as Peak

@@ -22,6 +22,7 @@ from ..graph import (
     is_scalar_function,
     is_view,
     likeness_of,
+    rehearsal_of,
     short_dtype,
     storages_of,
     tensors_in,
@@ -99,6 +100,8 @@ def _seconds(node: fx.Node, spec: HardwareSpec) -> float:
         return spec.python_seconds * spec.launch_factor
     if is_view(node) or waits(node):
         return spec.view_seconds * spec.launch_factor
+    if (inside := rehearsal_of(node)) is not None:
+        return sum(_seconds(call.node, spec) * call.count for call in inside.calls)
     effects = effects_of(node)
     if effects.collective:
         return spec.link_seconds + moved_bytes(node) / spec.link_bytes_per_second
@@ -147,8 +150,8 @@ def work_of(node: fx.Node) -> Work:
     """What a call has to do, by which table."""
     name = _name_of(node)
     if name in PRODUCTS:
-        first, second = [t for n in node.all_input_nodes for t in tensors_in(n.meta["val"])][-2:] or (None, None)
-        if first is not None and second is not None and not has_symbolic_shape(first):
+        first, second = [n.meta["val"] for n in node.args if isinstance(n, fx.Node)][-2:]
+        if not has_symbolic_shape(first):
             batch = float(first.shape[0]) if first.dim() == 3 else float(MATRICES)
             sizes = (float(first.shape[-2]), float(first.shape[-1]), float(second.shape[-1]))
             return Work(PRODUCTS[name], sizes, batch / MATRICES)

@@ -24,6 +24,7 @@ from ..graph import (
     last_uses,
     name_of,
     overwritten_operands,
+    rehearsal_of,
     storage_sizes,
     storages_of,
 )
@@ -178,12 +179,16 @@ def simulate(graph: StepGraph, workspace_bytes: Callable[[fx.Node], int] = lambd
             found[key] = (found[key][0], position - 1)
     makers = [calls[birth] for birth, _ in found.values()]
     category = categories_of(graph)
+    kept = [(i, inside.state_bytes) for i, n in enumerate(calls) if (inside := rehearsal_of(n)) is not None]
     return MemoryTimeline(
-        births=np.array([birth for birth, _ in found.values()], dtype=np.int64),
-        deaths=np.array([death for _, death in found.values()], dtype=np.int64),
-        sizes=np.array([sizes[key] for key in found], dtype=np.int64),
-        categories=tuple(category(node, key) for node, key in zip(makers, found, strict=True)),
-        names=tuple(name_of(node) for node in makers),
+        births=np.array([birth for birth, _ in found.values()] + [i for i, _ in kept], dtype=np.int64),
+        deaths=np.array([death for _, death in found.values()] + [len(calls) for _ in kept], dtype=np.int64),
+        sizes=np.array([sizes[key] for key in found] + [size for _, size in kept], dtype=np.int64),
+        categories=(
+            *(category(node, key) for node, key in zip(makers, found, strict=True)),
+            *(STATE for _ in kept),
+        ),
+        names=(*map(name_of, makers), *(name_of(calls[i]) for i, _ in kept)),
         workspace=np.array([workspace_bytes(n) for n in calls], dtype=np.int64),
         calls=tuple(name_of(node) for node in calls),
         resident=resident_bytes(graph),

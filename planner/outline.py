@@ -25,6 +25,7 @@ from ..graph import (
     likeness_of,
     name_of,
     overwritable,
+    rehearsal_of,
     storage_sizes,
     storages_of,
     written_before_update,
@@ -237,6 +238,7 @@ def outline_of(
     for key in created & numbers.keys():
         given[STATE] += sizes[numbers[key]]
         sizes[numbers[key]] = 0
+    given[STATE] += sum(inside.state_bytes for n in graph.calls if (inside := rehearsal_of(n)) is not None)
     outputs = {key for v in graph.output_values if isinstance(v, fx.Node) for key in storages_of(v)}
     return Outline(
         tuple(operators),

@@ -19,12 +19,15 @@ from torch import Tensor, fx
 from ..device import allocation_peak, autocast_off
 from ..graph import (
     CAPTURED_PHASES,
+    Rehearses,
     StepGraph,
     argument,
     effects_of,
     family_of,
     is_view,
     likeness_of,
+    name_of,
+    rehearsal_of,
     storage_sizes,
     storages_of,
     tensors_in,
@@ -44,7 +47,7 @@ class Workspaces:
 
     Attributes:
         measured: of the calls that could be measured; others count 0.
-        refused: names of the operators that ran on none of the values that were tried.
+        refused: what is not counted: operators that ran on none of the values that were tried, what an opaque call left out.
     """
 
     measured: Mapping[fx.Node, int]
@@ -55,27 +58,51 @@ class Workspaces:
 
 
 def measured_workspaces(graph: StepGraph) -> Workspaces:
-    """What the calls of forward and backward need while they run.
+    """What the calls of a step need while they run.
 
-    Those not measured before in this process run, on memory of their own. What draws random numbers, depends on data, reads
-    what its forward packed or is no torch operator is not measured, nor is the update.
+    Operators not measured before in this process run, on memory of their own. What draws random numbers, depends on data, reads
+    what its forward packed or is no torch operator is not measured. Of what follows backward, neither is what works element by
+    element nor what takes lists of tensors, all of the model's at once.
     """
     found: dict[fx.Node, int] = {}
     refused: dict[str, None] = {}
     for node in graph.calls:
-        if _is_measurable(node):
-            key = likeness_of(node)
-            if key not in _MEASURED:
-                _MEASURED[key] = _measure(node)
-            if (workspace := _MEASURED[key]) is None:
+        if isinstance(node.target, Rehearses):
+            found[node], left_out = _of_opaque(node)
+            refused.update(dict.fromkeys(left_out))
+        elif _is_measurable(node):
+            if (workspace := _measured(node)) is None:
                 refused[str(node.target)] = None
             else:
                 found[node] = workspace
     return Workspaces(found, tuple(refused))
 
 
+def _of_opaque(node: fx.Node) -> tuple[int, list[str]]:
+    """Of an opaque call, that of its kernels included, and what is not counted."""
+    inside = rehearsal_of(node)
+    if inside is None:
+        return 0, [name_of(node)]
+    measured = [(call, _measured(call.node)) for call in inside.calls if _is_measurable(call.node)]
+    workspace = max([inside.workspace_bytes, *(call.beside_bytes + (own or 0) for call, own in measured)])
+    refused = [str(call.node.target) for call, own in measured if own is None]
+    return workspace, [*refused, *([inside.left_out] if inside.left_out else [])]
+
+
+def _measured(node: fx.Node) -> int | None:
+    """What was measured of a call like this, now where it never was; None where no trial values suit it."""
+    key = likeness_of(node)
+    if key not in _MEASURED:
+        _MEASURED[key] = _measure(node)
+    return _MEASURED[key]
+
+
 def _is_measurable(node: fx.Node) -> bool:
-    if node.meta["phase"] not in CAPTURED_PHASES or not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+        return False
+    if node.meta["phase"] not in CAPTURED_PHASES and (
+        torch.Tag.pointwise in node.target.tags or family_of(node.target).startswith(("_foreach", "_fused"))
+    ):
         return False
     effects = effects_of(node)
     if (

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..graph import StepGraph, overwritten_operands, storages_of, tensors_in
-from ..planner import CATEGORIES, categories_of, category_of_input
+from ..graph import OutputRole, Rehearses, StepGraph, overwritten_operands, storages_of, tensors_in
+from ..planner import CATEGORIES, STATE, categories_of, category_of_input
 from ..torch_compat import StorageWeakRef
 
 
@@ -19,11 +19,16 @@ class Census:
     Attributes:
         peak_bytes: the most that was alive.
         by_category: of that, the bytes of each category of the memory simulator, in its order.
+        resident_bytes: what was there at the beginning.
+        creates_state: whether optimizer state was not there then.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.by_category: dict[str, int] = {}
+        self.resident_bytes = 0
+        self.creates_state = False
+        self._kept_bytes = 0
         self._alive: dict[int, tuple[StorageWeakRef, str, int]] = {}
 
     def begin(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
@@ -36,6 +41,11 @@ class Census:
             if (category := category_of_input(spec.role)) is not None:
                 for tensor in tensors_in(value):
                     self._count(tensor, category)
+        targets: list[Any] = [node.target for node in self._calls]
+        opaque = [target for target in targets if isinstance(target, Rehearses)]
+        self._kept_bytes = sum(target.held_bytes() for target in opaque)
+        self.creates_state = bool(graph.output_nodes(OutputRole.STATE)) or (bool(opaque) and not self._kept_bytes)
+        self.resident_bytes = sum(size for _, _, size in self._alive.values()) + self._kept_bytes
 
     def add(self, position: int, value: Any) -> None:
         """To be called with what the call at ``position`` returned."""
@@ -46,9 +56,9 @@ class Census:
             if known is None or known[0].expired() or node in self._overwriting:
                 self._count(tensor, self._category(node, key))
         self._alive = {storage: entry for storage, entry in self._alive.items() if not entry[0].expired()}
-        total = sum(size for _, _, size in self._alive.values())
+        total = sum(size for _, _, size in self._alive.values()) + self._kept_bytes
         if total > self.peak_bytes:
-            counted: Counter[str] = Counter()
+            counted = Counter({STATE: self._kept_bytes})
             for _, category, size in self._alive.values():
                 counted[category] += size
             self.peak_bytes, self.by_category = total, {c: counted[c] for c in CATEGORIES if counted[c]}

@@ -13,7 +13,7 @@ import torch
 
 from ..device import memory_bytes, stands_for
 from ..errors import ConfigError, NotYetError, PlanError
-from ..graph import StepGraph, storage_sizes
+from ..graph import StepGraph, rehearsal_of, storage_sizes
 from ..passes import CompactMasks, PassRecord, Recompute, run_passes
 from ..planner import (
     SPECS,
@@ -142,11 +142,12 @@ class Planning:
         return self.budget_bytes
 
     def decides_nothing(self, graph: StepGraph, device: torch.device) -> bool:
-        """Whether the plan is known to be empty without looking closer: everything together fits, or nothing is asked for."""
+        """Whether the plan is known to be empty without looking closer: everything together fits twice, which leaves room for
+        what no tensor shows, or nothing is asked for."""
         budget = self._budget(device)
         if self.strategy == "none" and budget is None:
             return not graph.regions
-        return self.strategy == "auto" and budget is not None and everything_bytes(graph) <= budget
+        return self.strategy == "auto" and budget is not None and 2 * everything_bytes(graph) <= budget
 
     def replayed(self, graph: StepGraph, plan: Plan, device: torch.device) -> Plan:
         """``plan``, which ``graph`` was rewritten by, with what it needs here where it was made elsewhere.
@@ -198,7 +199,9 @@ def apply_plan(graph: StepGraph, plan: Plan, *, uses_inductor: bool) -> list[Pas
 
 def everything_bytes(graph: StepGraph) -> int:
     """Bytes of all storages of a step, were none ever freed."""
-    return sum({key: size for node in graph.graph.nodes for key, size in storage_sizes(node).items()}.values())
+    storages = {key: size for node in graph.graph.nodes for key, size in storage_sizes(node).items()}
+    opaque = [inside for node in graph.calls if (inside := rehearsal_of(node)) is not None]
+    return sum(storages.values()) + sum(inside.state_bytes + inside.workspace_bytes for inside in opaque)
 
 
 def planning_of(plan: Any, memory_budget: Any, hardware: Any = None) -> Planning:

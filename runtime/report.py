@@ -13,7 +13,7 @@ import torch
 
 from ..capture import CapturedUpdate, garbage_collection_paused
 from ..device import allocation_peak, synchronize
-from ..graph import HALF_DTYPES, InputRole, OutputRole, StepGraph
+from ..graph import HALF_DTYPES, InputRole, StepGraph
 from ..planner import CATEGORIES, WORKSPACE, Plan, measured_workspaces, node_seconds, simulate, timeline_of
 from .calibrated import spec_of
 from .census import Census
@@ -85,11 +85,13 @@ def measured(
     with watched(watch), garbage_collection_paused():
         result, allocated_bytes = allocation_peak(run, device)
     graph, spec = program().graph, spec_of(device)
-    memory, clock = simulate(graph, measured_workspaces(graph)), timeline_of(graph, node_seconds(spec))
+    census, clock = watch.census, timeline_of(graph, node_seconds(spec))
     expected, spent = clock.seconds_by_stage(), watch.seconds
-    peak, peak_bytes = memory.peak(), memory.resident_bytes + allocated_bytes
-    beyond = peak_bytes - watch.census.peak_bytes
-    counted = {**watch.census.by_category, **({WORKSPACE: beyond} if beyond else {})}
+    memory = simulate(graph, measured_workspaces(graph))
+    peak = (memory if census.creates_state else memory.settled()).peak()
+    peak_bytes = census.resident_bytes + allocated_bytes
+    beyond = peak_bytes - census.peak_bytes
+    counted = {**census.by_category, **({WORKSPACE: beyond} if beyond else {})}
     return result, Measurement(
         peak_bytes,
         peak.peak_bytes,
@@ -102,7 +104,7 @@ def measured(
         clock.seconds,
         {stage: (spent[stage], expected[stage]) for stage in expected},
         spec.name,
-        bool(graph.output_nodes(OutputRole.STATE)),
+        census.creates_state,
     )
 
 

@@ -84,6 +84,16 @@ def test_work_of_products_copies_reductions_and_lists() -> None:
     assert work_of(call(aten._scaled_dot_product_flash_attention_for_cpu.default, *heads)).sizes == (4 * 16 * 16 * 8, 2)
 
 
+@pytest.mark.parametrize("target", [aten.mm.default, aten.addmm.default])
+def test_work_of_a_square_is_that_of_a_product(target: Any) -> None:
+    x = torch.ones(8, 8)
+    operands = [x] * (3 if target is aten.addmm.default else 2)
+    apart, square = call(target, *operands), call(target, *operands)
+    square.args = (square.args[0],) * len(square.args)
+    assert len(square.all_input_nodes) == 1
+    assert work_of(square) == work_of(apart)
+
+
 def test_work_of_operators_on_rows_is_their_number_and_length() -> None:
     x = torch.ones(2, 3, 8)
     assert work_of(call(aten._softmax.default, x, -1, False))[:2] == ("_softmax", (6, 8))
