@@ -23,9 +23,10 @@ from ..planner import HardwareSpec, Table
 from ..runtime.calibrated import built_in_spec, calibration_path
 from .calibration_samples import Call, Sample, samples, work_of_call
 from .undisturbed import Control
-from .whole_steps import amid_steps
+from .whole_steps import WholeSteps
 
-_PASSES = 6  # at most; a pass repeats what was disturbed in all before it
+_FULL_PASSES = 2  # a machine can be slow for a while in one kind of operator, and not in what watches for that
+_PASSES = 7  # at most; beyond the full ones, a pass repeats what was disturbed in all before it
 _BATCHES = 3  # in a pass
 _BATCH_SECONDS = 3e-4
 _LONG_SECONDS = 0.02  # a batch beyond this is repeated once; larger sizes of the same operator follow from this one
@@ -39,42 +40,48 @@ def calibrate(
 ) -> HardwareSpec:
     """Measures operators of training steps at several sizes each, and keeps the result for this machine.
 
-    What was disturbed is measured again in a later pass, and the least counts: what a machine does when nothing else does.
+    Everything is measured twice, some time apart, and what was disturbed again in later passes. The least counts: what a
+    machine does when nothing else does.
 
     Args:
-        progress: is told how many samples are done, of how many, and what comes next.
+        progress: is told how many measurements are done, of how many, and what comes next.
     """
     keep_freed_memory()
-    todo = list(samples(device))
-    left, done = todo, 0
+    steps = WholeSteps(device)
+    steps.measure()
+    left = list(samples(device))
+    done, of = 0, len(left) * _FULL_PASSES
     points: dict[str, dict[tuple[float, ...], float]] = defaultdict(dict)
     view_seconds = python_seconds = math.inf
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), autocast_off():
         control = Control(device)
-        for _ in range(_PASSES):
-            disturbed = []
+        settled: set[Sample] = set()
+        for number in range(_PASSES):
+            measured = []
             for sample in left:
-                progress(done, len(todo), sample.table)
+                progress(min(done, of - 1), of, sample.table)
+                done += 1
                 found = points[sample.table]
-                if sample.sizes is None and max(found.values(), default=0.0) > _LONG_SECONDS:
-                    done += 1
+                if number == 0 and sample.sizes is None and max(found.values(), default=0.0) > _LONG_SECONDS:
+                    done += _FULL_PASSES - 1
                     continue
-                sizes, measured = _sizes_and_measure(sample, device)
-                seconds, is_undisturbed = control.watch(measured)
+                sizes, measure = _sizes_and_measure(sample, device)
+                seconds, is_undisturbed = control.watch(measure)
                 found[sizes] = min(seconds, found.get(sizes, math.inf))
-                done += is_undisturbed
-                if not is_undisturbed:
-                    disturbed.append(sample)
+                measured.append(sample)
+                if is_undisturbed:
+                    settled.add(sample)
             view_seconds = min(view_seconds, statistics.mean(_seconds(call, device) for call in _views(device)))
             python_seconds = min(python_seconds, _seconds((operator.getitem, ((0, 1), 1)), device))
-            left = disturbed
-    progress(len(todo), len(todo), "")
+            left = measured if number + 1 < _FULL_PASSES else [s for s in measured if s not in settled]
+    progress(of, of, "")
     tables = {name: _table(found) for name, found in points.items()}
     path = calibration_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     disk = _disk_rate(path.parent)
     spec = _spec(device, tables, view_seconds=view_seconds, python_seconds=python_seconds, disk=disk)
-    spec = amid_steps(spec, device)
+    steps.measure()
+    spec = steps.told(spec)
     path.write_text(spec.to_json())
     return spec
 

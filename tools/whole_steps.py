@@ -38,29 +38,41 @@ _STEPS = (
 )
 
 
-def amid_steps(spec: HardwareSpec, device: torch.device) -> HardwareSpec:
-    """The spec with what a step takes beside its operators, and how much longer these take in it.
+class WholeSteps:
+    """What a step takes beside its operators, and how much longer these take in it.
 
     Five steps tell it: three of small operators, few to many, one of large operators that are bound by memory, and one of large
     products. What they take is linear in four unknowns: the step's own, first calls of operators, the factor of launches, and
     that of the rest; the least squares of relative errors are taken.
     """
-    spec = replace(spec, step_seconds=0.0, first_call_seconds=0.0, launch_factor=1.0, amid_factor=1.0)
-    steps = [_TrialStep(sizes, device) for sizes in _STEPS]
-    calls = {number: step.run for number, step in enumerate(steps)}
-    measured = np.array(list(seconds_in_turns(calls, _TURNS, _TURN_SECONDS, device).values()))
 
-    def predicted(change: dict[str, Any]) -> np.ndarray:
-        return np.array([step.predicted(replace(spec, **change)) for step in steps])
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps = [_TrialStep(sizes, device) for sizes in _STEPS]
+        self._seconds = np.full(len(_STEPS), np.inf)
 
-    plain = predicted({})
-    launches, rest = (predicted({name: 2.0}) - plain for name in ("launch_factor", "amid_factor"))
-    kinds = predicted({"first_call_seconds": 1.0}) - plain
-    columns = np.column_stack([np.ones(len(steps)), kinds, launches, rest]) / measured[:, None]
-    beside = (measured - (plain - launches - rest)) / measured
-    lower, upper = zip(*[(0.0, np.inf)] * 2, *[(0.5, 5.0)] * 2, strict=True)
-    own, first_call, launch, amid = map(float, lsq_linear(columns, beside, (lower, upper)).x)
-    return replace(spec, step_seconds=own, first_call_seconds=first_call, launch_factor=launch, amid_factor=amid)
+    def measure(self) -> None:
+        """Runs the steps; of several measurements, some time apart, the least of each step counts."""
+        calls = {number: step.run for number, step in enumerate(self._steps)}
+        found = np.array(list(seconds_in_turns(calls, _TURNS, _TURN_SECONDS, self._device).values()))
+        self._seconds = np.minimum(self._seconds, found)
+
+    def told(self, spec: HardwareSpec) -> HardwareSpec:
+        """The spec with what they say, by its tables of operators."""
+        spec = replace(spec, step_seconds=0.0, first_call_seconds=0.0, launch_factor=1.0, amid_factor=1.0)
+        measured = self._seconds
+
+        def predicted(change: dict[str, Any]) -> np.ndarray:
+            return np.array([step.predicted(replace(spec, **change)) for step in self._steps])
+
+        plain = predicted({})
+        launches, rest = (predicted({name: 2.0}) - plain for name in ("launch_factor", "amid_factor"))
+        kinds = predicted({"first_call_seconds": 1.0}) - plain
+        columns = np.column_stack([np.ones(len(measured)), kinds, launches, rest]) / measured[:, None]
+        beside = (measured - (plain - launches - rest)) / measured
+        lower, upper = zip(*[(0.0, np.inf)] * 2, *[(0.5, 5.0)] * 2, strict=True)
+        own, first_call, launch, amid = map(float, lsq_linear(columns, beside, (lower, upper)).x)
+        return replace(spec, step_seconds=own, first_call_seconds=first_call, launch_factor=launch, amid_factor=amid)
 
 
 class _TrialStep:
