@@ -29,6 +29,7 @@ from ..torch_compat import (
     fused_optimizers_replaced,
     has_step_hooks,
     hyper_scalar,
+    storage_key,
 )
 from .ambient import CAPTURE_LOCK
 from .context import TraceContext
@@ -414,7 +415,7 @@ class _UpdateTrace:
         inputs += [InputSpec(InputRole.STATE, f"{k}/{name}") for k, name in self.state_keys]
         inputs += [InputSpec(InputRole.HYPER, k) for k in self.hypers]
         outputs = [OutputSpec(OutputRole.STATE, f"{k}/{name}") for k, name in self.new_state]
-        step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode)
+        step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode, unread=self._state_of_others())
         lift_constants(step_graph, root)
         owners = _owning_params(step_graph)
         for node in step_graph.calls:
@@ -431,6 +432,12 @@ class _UpdateTrace:
             group_constants(self.optimizer, integers_are_constants=self.integers_are_constants),
             self.integers_are_constants,
         )
+
+    def _state_of_others(self) -> dict[int, tuple[InputRole, int]]:
+        """Storages in the state of parameters that have no gradient."""
+        others = [self.state[p] for key, p in self.params.items() if key not in self.grads and p in self.state]
+        tensors = [t for entries in others for t in entries.values() if isinstance(t, Tensor)]
+        return {storage_key(t): (InputRole.STATE, t.untyped_storage().nbytes()) for t in tensors}
 
     def _guards(self) -> Iterator[HyperGuard]:
         for guard in self.env.guards[self.guards_before :]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from ..torch_compat import FakeTensorMode
 from .effects import effects_of
 from .spec import InputRole, InputSpec, LogicalKey, OutputRole, OutputSpec, Phase, type_of
+from .storage import storage_sizes
 from .text import format_graph, target_name
 
 _PHASE_ORDER = list(Phase)
@@ -33,6 +34,7 @@ class StepGraph:
         fake_mode: the mode that the fake values belong to.
         regions: the checkpointed regions that the model asked for, by number.
         effectful: names of the captured calls of forward and backward that are more than their result, by trace index.
+        unread: role and bytes of what model and optimizer hold and the step does not read, by storage.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class StepGraph:
         constants: dict[str, torch.Tensor] | None = None,
         regions: Sequence[Any] = (),
         effectful: dict[int, str] | None = None,
+        unread: Mapping[int, tuple[InputRole, int]] | None = None,
     ) -> None:
         self.graph = graph
         self.inputs = list(inputs)
@@ -53,6 +56,7 @@ class StepGraph:
         self.constants = dict(constants or {})
         self.regions = tuple(regions)
         self.effectful = dict(effectful or {})
+        self.unread = dict(unread or {})
         self._ordinals: Counter[tuple[str, str, Phase]] = Counter()
         for node in graph.nodes:
             if (key := node.meta.get("key")) is not None:
@@ -166,6 +170,8 @@ class StepGraph:
         kept = []
         for node, spec in zip(self.placeholders, self.inputs, strict=True):
             if spec.role in droppable and not node.users:
+                if spec.role in (InputRole.BUFFER, InputRole.STATE):
+                    self.unread.update((key, (spec.role, size)) for key, size in storage_sizes(node).items())
                 self.graph.erase_node(node)
             else:
                 kept.append(spec)
@@ -187,6 +193,7 @@ class StepGraph:
             constants=self.constants,
             regions=self.regions,
             effectful=self.effectful,
+            unread=self.unread,
         )
 
     def record_effects(self) -> None:

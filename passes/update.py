@@ -45,6 +45,7 @@ class Update(Pass):
                 consumed.add(spec.key)
             else:
                 mapping[node] = self._add_input(graph, node, spec)
+        graph.unread.update(self.update.unread)
         with graph.graph.inserting_before(graph.output_node):
             for node in self.update.calls:
                 copied = graph.graph.node_copy(node, mapping.__getitem__)

@@ -12,6 +12,7 @@ from .memory import Peak as Peak
 from .memory import categories_of as categories_of
 from .memory import category_of_input as category_of_input
 from .memory import simulate as simulate
+from .memory import unread_bytes as unread_bytes
 from .plan import STRATEGIES as STRATEGIES
 from .plan import Decision as Decision
 from .plan import Plan as Plan

@@ -196,7 +196,10 @@ def simulate(graph: StepGraph, workspace_bytes: Callable[[fx.Node], int] = lambd
 
 
 def resident_bytes(graph: StepGraph) -> dict[str, int]:
-    """Bytes of the graph's inputs by category, each storage once; hyperparameters and other numbers are left out."""
+    """Bytes of the graph's inputs by category, each storage once, and of what model and optimizer hold beside them.
+
+    Hyperparameters and other numbers are left out.
+    """
     counted: set[int] = set()
     totals: Counter[str] = Counter()
     for node, spec in zip(graph.placeholders, graph.inputs, strict=True):
@@ -204,7 +207,18 @@ def resident_bytes(graph: StepGraph) -> dict[str, int]:
             sizes = storage_sizes(node)
             totals[category] += sum(size for key, size in sizes.items() if key not in counted)
             counted |= sizes.keys()
+    totals += unread_bytes(graph)
     return {c: totals[c] for c in CATEGORIES if totals[c]}
+
+
+def unread_bytes(graph: StepGraph) -> Counter[str]:
+    """Bytes of what model and optimizer hold and the step does not read, by category."""
+    read = {key for node in graph.placeholders for key in storages_of(node)}
+    totals: Counter[str] = Counter()
+    for key, (role, size) in graph.unread.items():
+        if key not in read:
+            totals[_OF_ROLE[role]] += size
+    return totals
 
 
 def _last_positions(graph: StepGraph) -> list[int]:

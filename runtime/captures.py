@@ -30,7 +30,7 @@ from ..capture import (
 from ..device import stands_for
 from ..errors import ConfigError, StepGraphError
 from ..graph import InputRole, StorageMap
-from ..planner import simulate
+from ..planner import measured_workspaces, simulate
 from .attributes import AttributeWatch
 from .compiled import CompiledBatch, Program
 from .executor import first_run_error
@@ -188,8 +188,9 @@ class Captures:
             if spec.role in (InputRole.BUFFER, InputRole.CONSTANT) and storages.is_written(node)
         ]
         devices = {value.device for value in inputs if isinstance(value, Tensor)}
-        room = math.inf if budget is None or not written else budget - simulate(graph).settled().peak().peak_bytes
-        return written, devices, room
+        if budget is None or not written:
+            return written, devices, math.inf
+        return written, devices, budget - simulate(graph, measured_workspaces(graph)).settled().peak().peak_bytes
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..graph import OutputRole, Rehearses, StepGraph, overwritten_operands, storages_of, tensors_in
-from ..planner import CATEGORIES, STATE, categories_of, category_of_input
+from ..planner import CATEGORIES, STATE, categories_of, category_of_input, unread_bytes
 from ..torch_compat import StorageWeakRef
 
 
@@ -28,7 +28,7 @@ class Census:
         self.by_category: dict[str, int] = {}
         self.resident_bytes = 0
         self.creates_state = False
-        self._kept_bytes = 0
+        self._beside: Counter[str] = Counter()
         self._alive: dict[int, tuple[StorageWeakRef, str, int]] = {}
 
     def begin(self, graph: StepGraph, inputs: Sequence[Any]) -> None:
@@ -43,9 +43,11 @@ class Census:
                     self._count(tensor, category)
         targets: list[Any] = [node.target for node in self._calls]
         opaque = [target for target in targets if isinstance(target, Rehearses)]
-        self._kept_bytes = sum(target.held_bytes() for target in opaque)
-        self.creates_state = bool(graph.output_nodes(OutputRole.STATE)) or (bool(opaque) and not self._kept_bytes)
-        self.resident_bytes = sum(size for _, _, size in self._alive.values()) + self._kept_bytes
+        resident = sum(size for _, _, size in self._alive.values())
+        kept = sum(target.held_bytes() for target in opaque)
+        self._beside = unread_bytes(graph) + Counter({STATE: kept})
+        self.creates_state = bool(graph.output_nodes(OutputRole.STATE)) or (bool(opaque) and not kept)
+        self.resident_bytes = resident + self._beside.total()
 
     def add(self, position: int, value: Any) -> None:
         """To be called with what the call at ``position`` returned."""
@@ -56,12 +58,16 @@ class Census:
             if known is None or known[0].expired() or node in self._overwriting:
                 self._count(tensor, self._category(node, key))
         self._alive = {storage: entry for storage, entry in self._alive.items() if not entry[0].expired()}
-        total = sum(size for _, _, size in self._alive.values()) + self._kept_bytes
+        total = sum(size for _, _, size in self._alive.values()) + self._beside.total()
         if total > self.peak_bytes:
-            counted = Counter({STATE: self._kept_bytes})
-            for _, category, size in self._alive.values():
-                counted[category] += size
+            counted = self._by_category() + self._beside
             self.peak_bytes, self.by_category = total, {c: counted[c] for c in CATEGORIES if counted[c]}
+
+    def _by_category(self) -> Counter[str]:
+        counted: Counter[str] = Counter()
+        for _, category, size in self._alive.values():
+            counted[category] += size
+        return counted
 
     def _count(self, tensor: torch.Tensor, category: str) -> None:
         storage = tensor.untyped_storage()

@@ -52,7 +52,9 @@ def restored_on_error(written: list[Tensor], devices: set[torch.device], room_by
         written: what may be written in place; its storages are copied.
         room_bytes: for the copies; where they need more, there are none, and an error says so.
     """
-    states = rng_state(devices)
+    states = {
+        device: bytes(state.numpy()) for device, state in rng_state(devices).items()
+    }  # not among the step's tensors
     fits = sum({storage_key(t): t.untyped_storage().nbytes() for t in written}.values()) <= room_bytes
     copies = _copied_storages(written) if fits else []
     try:
@@ -60,7 +62,7 @@ def restored_on_error(written: list[Tensor], devices: set[torch.device], room_by
     except Exception as error:
         for storage, copied in copies:
             storage.copy_(copied)
-        set_rng_state(states)
+        set_rng_state({d: torch.frombuffer(bytearray(b), dtype=torch.uint8) for d, b in states.items()})
         if not fits and hasattr(error, "add_note"):
             error.add_note("buffers may hold what this step wrote: memory_budget had no room for a copy of them")
         raise

@@ -23,6 +23,7 @@ def _tensors(holders: Iterable[Any]) -> Iterable[Tensor]:
     for holder in holders:
         if isinstance(holder, torch.nn.Module):
             yield from (*holder.parameters(), *holder.buffers())
+            yield from (v for module in holder.modules() for v in vars(module).values() if isinstance(v, Tensor))
         elif isinstance(holder, torch.optim.Optimizer):
             yield from (v for state in holder.state.values() for v in state.values() if isinstance(v, Tensor))
         else:

@@ -112,3 +112,35 @@ def test_what_runs_on_no_trial_values_is_told(monkeypatch: pytest.MonkeyPatch) -
     (note,) = step.plan.notes
     assert "aten.linalg_cholesky_ex" in note
     assert note in str(step.plan)
+
+
+class Unread(nn.Module):
+    """Holds tensors that forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(16, 16), nn.Linear(16, 64)
+        self.register_buffer("buffer", torch.zeros(1000))
+        self.table = torch.zeros(5000)
+        self.aside = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(x) if self.aside else self.layer(x)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RAdam])
+def test_what_is_held_and_not_read_counts(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Buffers, attributes, and the state of parameters that another step trained."""
+    model, batch = Unread(), torch.ones(4, 16)
+    step = sg.compile_train_step(model, optimizer(model.parameters()), "none", loss_fn=fixtures.mean_square)  # type: ignore[call-arg]
+    peaks = {}
+    for aside in (True, False):
+        model.aside = aside
+        for _ in range(8):
+            step.measure(batch)
+        found, (_, peaks[aside]) = step._measured, peak_of_step(step, batch)
+        assert found is not None
+        assert (
+            peaks[aside] == pytest.approx(found.peak_bytes, rel=1e-3) == pytest.approx(found.predicted_bytes, rel=1e-3)
+        )
+    assert peaks[False] > 4 * (1000 + 5000 + 3 * (16 * 16 + 16) + 3 * (16 * 64 + 64))
