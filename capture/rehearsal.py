@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..device import rng_state, set_rng_state, stands_for
+from ..device import autocast_off, rng_state, set_rng_state, stands_for
 from ..graph import InnerCall, Phase, Rehearsal, likeness_of, tensors_in
 from ..graph.ops import FUSED_TWINS
 from ..torch_compat import (
@@ -21,6 +21,7 @@ from ..torch_compat import (
     pytree,
     step_without_hooks,
 )
+from .ambient import CAPTURE_LOCK
 from .fake_results import fake_on
 from .scratch import scratch_copy
 
@@ -48,7 +49,7 @@ def rehearsed(
     devices = {stands_for(p.device) for p in params.values()}
     watch = _Watch()
     run = step_without_hooks(type(optimizer))
-    with _same_random_numbers(devices), torch.enable_grad():
+    with CAPTURE_LOCK, _same_random_numbers(devices), torch.enable_grad(), autocast_off():
         try:
             with fused_optimizers_replaced(FUSED_TWINS), watch:
                 scratch = _fake_copy(optimizer, params, grads)
