@@ -11,7 +11,7 @@ import stepgraph as sg
 from stepgraph.planner import measured_workspaces, simulate
 
 from . import fixtures, oracle, zoo
-from .peaks import peak_of_step
+from .peaks import held_bytes, peak_of_step
 
 STEPS = 5
 QUICK = ("gpt2", "llama", "bert", "vit", "resnet")
@@ -54,7 +54,9 @@ def _check(entry: zoo.ZooModel, plans: list[tuple[str, int | None]]) -> None:
 
         oracle.assert_bitwise(eager, oracle.graph_steps(run, model, step.optimizer, batches))
         predicted = step.plan.prediction.peak_bytes
-        assert abs(measured[0] - first) <= FIRST_RUN, f"{plan} {budget}: first step {measured[0]}, predicted {first}"
+        copies = held_bytes(list(model.buffers()))  # of those that the step writes, to undo a step that fails
+        beyond = measured[0] - first
+        assert -FIRST_RUN <= beyond <= copies + FIRST_RUN, f"{plan} {budget}: first {measured[0]}, predicted {first}"
         for peak in measured[1:]:
             assert peak == pytest.approx(predicted, rel=1e-3), f"{plan} {budget}: {measured}, predicted {predicted}"
         if budget is not None:
