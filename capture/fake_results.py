@@ -19,12 +19,19 @@ from ..device import stands_for
 from ..torch_compat import (
     FakeTensor,
     FakeTensorMode,
+    dispatch_modes_disabled,
     fake_kernel,
     fake_snapshot,
+    grad_mode_below_autograd,
     has_symbolic_shape,
     like_fake,
     storage_key,
 )
+
+# Operators whose fake kernels do not know the size of one result, by its position; seen in torch 2.13.
+_PACKS: dict[Any, int] = {torch.ops.aten.mkldnn_rnn_layer.default: 3}
+# Operators whose fake kernels return one tensor twice, at least at their first call in a process, and whose kernels do not.
+_GIVES_OWN_MEMORY = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -84,6 +91,10 @@ class FakeResults:
             pair = self._from_meta(func, args, kwargs, operands) if _is_alike_on_every_device(func) else None
             if pair is None:
                 out = func(*args, **kwargs)
+                if func in _PACKS:
+                    out = self._with_packed(func, args, kwargs, out)
+                elif func in _GIVES_OWN_MEMORY:
+                    out = type(out)([fake_on(self._mode, t, t.device) for t in out])
                 pair = out, snapshot_of(out)
             if _is_remembered(func):
                 self._remember(key, pair[0], operands)
@@ -93,6 +104,20 @@ class FakeResults:
         if container is None:
             return pairs[0]
         return container([out for out, _ in pairs]), container([value for _, value in pairs])
+
+    def _with_packed(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """The result with the buffer that the kernel packs for its backward, as large as it is on zeros."""
+
+        def zeros(fake: Any) -> Any:
+            if not isinstance(fake, FakeTensor):
+                return fake
+            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.fake_device).zero_()
+
+        with dispatch_modes_disabled(), grad_mode_below_autograd() if torch.is_grad_enabled() else torch.no_grad():
+            real = func(*map(zeros, args), **{name: zeros(value) for name, value in kwargs.items()})
+        position = _PACKS[func]
+        packed = fake_on(self._mode, real[position], out[position].device)
+        return type(out)([packed if i == position else tensor for i, tensor in enumerate(out)])
 
     def _remember(self, key: Hashable, out: Any, operands: list[FakeTensor]) -> None:
         is_list = isinstance(out, (list, tuple))

@@ -9,6 +9,7 @@ share the result.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,11 @@ from ..graph import (
 from ..graph.ops import KERNELS
 from ..torch_compat import grad_mode_below_autograd, has_symbolic_shape
 
-# They take what their forward packed into a buffer, and read past its end where that holds zeros.
-_READS_PACKED = frozenset({"mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"})
+# They take what their forward packed into a buffer, and read past its end where that holds something else.
+_PACKED_BY = {"mkldnn_rnn_layer_backward": "mkldnn_rnn_layer"}
+_UNKNOWN = frozenset(
+    {"_cudnn_rnn", "miopen_rnn", "_cudnn_rnn_backward", "miopen_rnn_backward"}
+)  # buffers of unknown size
 
 _MEASURED: dict[Hashable, int | None] = {}
 
@@ -60,8 +64,8 @@ class Workspaces:
 def measured_workspaces(graph: StepGraph) -> Workspaces:
     """What the calls of a step need while they run.
 
-    Operators not measured before in this process run, on memory of their own. What draws random numbers, depends on data, reads
-    what its forward packed or is no torch operator is not measured. Of what follows backward, neither is what works element by
+    Operators not measured before in this process run, on memory of their own. What draws random numbers, depends on data or is
+    no torch operator is not measured. Of what follows backward, neither is what works element by
     element nor what takes lists of tensors, all of the model's at once.
     """
     found: dict[fx.Node, int] = {}
@@ -70,6 +74,8 @@ def measured_workspaces(graph: StepGraph) -> Workspaces:
         if isinstance(node.target, Rehearses):
             found[node], left_out = _of_opaque(node)
             refused.update(dict.fromkeys(left_out))
+        elif family_of(node.target) in _UNKNOWN:
+            refused[str(node.target)] = None
         elif _is_measurable(node):
             if (workspace := _measured(node)) is None:
                 refused[str(node.target)] = None
@@ -110,7 +116,7 @@ def _is_measurable(node: fx.Node) -> bool:
         or effects.opaque
         or effects.collective
         or effects.control
-        or family_of(node.target) in _READS_PACKED
+        or family_of(node.target) in _UNKNOWN
         or node.target.namespace not in ("aten", "stepgraph")
     ):
         return False
@@ -128,24 +134,32 @@ def _measure(node: fx.Node) -> int | None:
 
 def _measured_on(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> int | None:
     """None where the operator refuses the values."""
-    target: Any = KERNELS.get(node.target, node.target)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     given = {key for operand in node.all_input_nodes for key in storages_of(operand)}
     made = sum(size for key, size in storage_sizes(node).items() if key not in given)
     device = next((t.device for t in values.values()), None)
     if device is None:
         return 0
+    try:
+        _, peak_bytes = allocation_peak(lambda: _run(node, values), device)
+    except Exception:
+        return None
+    return max(peak_bytes - made, 0)
+
+
+def _run(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Any:
+    target: Any = KERNELS.get(node.target, node.target)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     mode: Any = grad_mode_below_autograd() if node.meta["grad_mode"] else contextlib.nullcontext()
     with torch.no_grad(), autocast_off(), mode:
-        try:
-            _, peak_bytes = allocation_peak(lambda: target(*args, **kwargs), device)
-        except Exception:
-            return None
-    return max(peak_bytes - made, 0)
+        return target(*args, **kwargs)
 
 
 def _trials(node: fx.Node) -> Iterator[dict[fx.Node, Tensor]]:
     """Values for its operands: zeros, ones where they count, pick or set a norm, and groups that are all in use."""
+    if packer := _PACKED_BY.get(family_of(node.target)):
+        if packed := _packed(node, packer):
+            yield _filled(node, 0) | packed
+        return
     yield _filled(node, 0)
     if any(_is_discrete(operand.meta["val"]) for operand in node.all_input_nodes):
         yield _filled(node, 1)
@@ -164,6 +178,19 @@ def _trials(node: fx.Node) -> Iterator[dict[fx.Node, Tensor]]:
         values[ends].copy_(torch.arange(1, count + 1).clamp(max=rows))  # a row each, since odd places cost a copy,
         values[ends][count - 1] = rows  # and the rest in the last
         yield values
+
+
+def _packed(node: fx.Node, packer: str) -> dict[fx.Node, Tensor]:
+    """Those operands that calls of ``packer`` made, as it makes them of zeros."""
+    made: dict[fx.Node, Any] = {}
+    found = {}
+    for operand in node.all_input_nodes:
+        call = operand.args[0] if operand.target is operator.getitem else None
+        if isinstance(call, fx.Node) and family_of(call.target) == packer:
+            if call not in made:
+                made[call] = _run(call, _filled(call, 0))
+            found[operand] = made[call][operand.args[1]]
+    return found
 
 
 def _filled(node: fx.Node, count: int, numbers: int = 0) -> dict[fx.Node, Tensor]:
