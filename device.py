@@ -9,7 +9,7 @@ import itertools
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +162,13 @@ def set_rng_state(states: dict[torch.device, Tensor]) -> None:
             torch.cuda.set_rng_state(state, device)
         else:
             torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def same_random_numbers(devices: set[torch.device]) -> Iterator[None]:
+    """What is drawn within the context, on the CPU or on ``devices``, is drawn again after it. Without any, nothing is."""
+    states = rng_state(devices) if devices else {}
+    try:
+        yield
+    finally:
+        set_rng_state(states)

@@ -28,10 +28,29 @@ from ..torch_compat import (
     storage_key,
 )
 
-# Operators whose fake kernels do not know the size of one result, by its position; seen in torch 2.13.
-_PACKS: dict[Any, int] = {torch.ops.aten.mkldnn_rnn_layer.default: 3}
-# Operators whose fake kernels return one tensor twice, at least at their first call in a process, and whose kernels do not.
-_GIVES_OWN_MEMORY = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
+_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+_BATCH_NORMS = frozenset(
+    {
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit.default,
+        torch.ops.aten.native_batch_norm_backward.default,
+    }
+)
+
+
+def _is_misjudged(func: Any, operands: list[FakeTensor]) -> bool:
+    """Whether the fake kernel is known to be wrong; seen in torch 2.13.
+
+    That of oneDNN's LSTM does not know how much is packed for its backward; that of its backward returns one tensor twice, at
+    least at its first call in a process, where the kernel returns two; that of BatchNorm on the CPU has its statistics in the
+    dtype of the input, also where the kernel has them in the wider one of the weights, and lays its result out as its input,
+    where the kernel makes it contiguous.
+    """
+    if func in _BATCH_NORMS:
+        is_plain = len({t.dtype for t in operands}) == 1 and all(t.is_contiguous() for t in operands)
+        return operands[0].fake_device.type == "cpu" and not is_plain
+    return func in (_LSTM, _LSTM_BACKWARD)
 
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -91,10 +110,8 @@ class FakeResults:
             pair = self._from_meta(func, args, kwargs, operands) if _is_alike_on_every_device(func) else None
             if pair is None:
                 out = func(*args, **kwargs)
-                if func in _PACKS:
-                    out = self._with_packed(func, args, kwargs, out)
-                elif func in _GIVES_OWN_MEMORY:
-                    out = type(out)([fake_on(self._mode, t, t.device) for t in out])
+                if _is_misjudged(func, operands):
+                    out = self._as_real(func, args, kwargs, out)
                 pair = out, snapshot_of(out)
             if _is_remembered(func):
                 self._remember(key, pair[0], operands)
@@ -105,8 +122,10 @@ class FakeResults:
             return pairs[0]
         return container([out for out, _ in pairs]), container([value for _, value in pairs])
 
-    def _with_packed(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """The result with the buffer that the kernel packs for its backward, as large as it is on zeros."""
+    def _as_real(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """The results laid out as those of the kernel on zeros, each in memory of its own."""
+        if func is _LSTM_BACKWARD:  # ends the process on zeros
+            return type(out)([fake_on(self._mode, fake, fake.device) for fake in out])
 
         def zeros(fake: Any) -> Any:
             if not isinstance(fake, FakeTensor):
@@ -115,9 +134,10 @@ class FakeResults:
 
         with dispatch_modes_disabled(), grad_mode_below_autograd() if torch.is_grad_enabled() else torch.no_grad():
             real = func(*map(zeros, args), **{name: zeros(value) for name, value in kwargs.items()})
-        position = _PACKS[func]
-        packed = fake_on(self._mode, real[position], out[position].device)
-        return type(out)([packed if i == position else tensor for i, tensor in enumerate(out)])
+        pairs = zip(real, out, strict=True)
+        return type(out)(
+            [fake if kept is None or fake is None else fake_on(self._mode, kept, fake.device) for kept, fake in pairs]
+        )
 
     def _remember(self, key: Hashable, out: Any, operands: list[FakeTensor]) -> None:
         is_list = isinstance(out, (list, tuple))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..device import autocast_off
-from ..errors import CaptureError
+from ..errors import CaptureError, some_of
 from ..graph import InputRole, InputSpec, OutputRole, OutputSpec, Phase, StepGraph, family_of
 from ..graph.ops import FUSED_TWINS
 from ..torch_compat import (
@@ -416,6 +416,8 @@ class _UpdateTrace:
         inputs += [InputSpec(InputRole.HYPER, k) for k in self.hypers]
         outputs = [OutputSpec(OutputRole.STATE, f"{k}/{name}") for k, name in self.new_state]
         step_graph = StepGraph(graph, inputs, outputs, fake_mode=self.mode, unread=self._state_of_others())
+        if ignored := [key for key, node in step_graph.input_nodes(InputRole.GRAD).items() if not node.users]:
+            raise _Untraceable(f"does not read the gradient of {some_of(ignored)}")
         lift_constants(step_graph, root)
         owners = _owning_params(step_graph)
         for node in step_graph.calls:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..device import autocast_off, rng_state, set_rng_state, stands_for
+from ..device import autocast_off, same_random_numbers, stands_for
 from ..graph import InnerCall, Phase, Rehearsal, likeness_of, tensors_in
 from ..graph.ops import FUSED_TWINS
 from ..torch_compat import (
@@ -49,7 +49,7 @@ def rehearsed(
     devices = {stands_for(p.device) for p in params.values()}
     watch = _Watch()
     run = step_without_hooks(type(optimizer))
-    with CAPTURE_LOCK, _same_random_numbers(devices), torch.enable_grad(), autocast_off():
+    with CAPTURE_LOCK, same_random_numbers(devices), torch.enable_grad(), autocast_off():
         try:
             with fused_optimizers_replaced(FUSED_TWINS), watch:
                 scratch = _fake_copy(optimizer, params, grads)
@@ -108,15 +108,6 @@ def _empty_like(tensor: Tensor) -> Tensor:
 def _copied(tensor: Tensor) -> Tensor:
     is_number = tensor.numel() == 1 and not tensor.is_meta
     return tensor.detach().to("cpu", copy=True) if is_number else _empty_like(tensor)
-
-
-@contextlib.contextmanager
-def _same_random_numbers(devices: set[torch.device]) -> Iterator[None]:
-    states = rng_state(devices)
-    try:
-        yield
-    finally:
-        set_rng_state(states)
 
 
 class _Watch(TorchDispatchMode):

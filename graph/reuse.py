@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..torch_compat import has_own_kernel
+from ..torch_compat import has_own_kernel, has_symbolic_shape
 from .effects import effects_of
 from .liveness import last_uses
 from .step_graph import StepGraph
@@ -62,6 +62,8 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     operands = [(n, n.meta["val"]) for n in node.all_input_nodes]
     tensors = [(n, t) for n, t in operands if isinstance(t, torch.Tensor)]
+    if any(has_symbolic_shape(t) for t in (result, *(t for _, t in tensors))):
+        return ()
     if any(t.dtype is not result.dtype for _, t in tensors if t.dim()):
         return ()
     holders = Counter(key for n, _ in operands for key in storages_of(n))
@@ -75,7 +77,6 @@ def overwritable(node: fx.Node) -> tuple[fx.Node, ...]:
         if (variant.out is not None or n is node.args[0])
         and holders[storages_of(n)[0]] == 1
         and t.untyped_storage().nbytes() == size
-        and isinstance(size, int)
         and size > 0
         and layout_of(t) == layout
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..torch_compat import storage_key
+from ..torch_compat import has_symbolic_shape, storage_key
 from .effects import effects_of, written_nodes
 from .operands import freeze
 from .spec import type_of
@@ -82,7 +82,12 @@ def storage_bytes(node: fx.Node) -> int:
 
 
 def likeness_of(node: fx.Node) -> Hashable:
-    """Equal for calls of one operator with the same arguments and layouts, whichever values they work on."""
+    """Equal for calls of one operator with the same arguments and layouts, whichever values they work on.
+
+    A call whose shapes depend on data is like no other.
+    """
+    if any(has_symbolic_shape(t) for n in (node, *node.all_input_nodes) for t in tensors_in(n.meta["val"])):
+        return node
     layouts = [tuple(map(layout_of, tensors_in(n.meta["val"]))) for n in (node, *node.all_input_nodes)]
     arguments = freeze(node.args, lambda operand: "value"), freeze(node.kwargs, lambda operand: "value")
     return (node.target, arguments, tuple(layouts))

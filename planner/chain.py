@@ -108,7 +108,7 @@ class Chain:
         """
         seconds = self._top[0][-1]
         changes = [i for i, s in enumerate(seconds) if np.isfinite(s) and (i == 0 or s < seconds[i - 1])]
-        picked = (self._solution(slot) for slot in changes[:: math.ceil(len(changes) / most)])
+        picked = (self._solution(slot) for slot in changes[:: max(math.ceil(len(changes) / most), 1)])
         yield from dict.fromkeys(solution for solution in picked if solution is not None)
 
     def _solution(self, slot: int) -> tuple[Kept | Restart, ...] | None:

@@ -88,6 +88,7 @@ class MemoryTimeline:
         workspace: bytes that each call needs while it runs.
         calls: the logical key of each call.
         resident: bytes of the step's inputs by category.
+        seeds: of these, constants that only the state is made of which the step creates.
     """
 
     births: np.ndarray
@@ -98,6 +99,7 @@ class MemoryTimeline:
     workspace: np.ndarray
     calls: tuple[str, ...]
     resident: Mapping[str, int]
+    seeds: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -112,7 +114,8 @@ class MemoryTimeline:
     def settled(self) -> MemoryTimeline:
         """As in every later step: the optimizer state that this one creates is there from the beginning."""
         created = np.array([category == STATE for category in self.categories], dtype=bool)
-        return replace(self, births=np.where(created, 0, self.births))
+        resident = without_seeds(self.resident, self.seeds)
+        return replace(self, births=np.where(created, 0, self.births), resident=resident, seeds=0)
 
     def peak(self, largest: int = 10) -> Peak:
         """The call at which most is alive, the first of equals, and what that is."""
@@ -192,6 +195,7 @@ def simulate(graph: StepGraph, workspace_bytes: Callable[[fx.Node], int] = lambd
         workspace=np.array([workspace_bytes(n) for n in calls], dtype=np.int64),
         calls=tuple(name_of(node) for node in calls),
         resident=resident_bytes(graph),
+        seeds=seed_bytes(graph),
     )
 
 
@@ -209,6 +213,20 @@ def resident_bytes(graph: StepGraph) -> dict[str, int]:
             counted |= sizes.keys()
     totals += unread_bytes(graph)
     return {c: totals[c] for c in CATEGORIES if totals[c]}
+
+
+def seed_bytes(graph: StepGraph) -> int:
+    """Bytes of the constants that a first update makes state of, and no later one needs: counts of steps start from one."""
+    created = {key for v in graph.output_nodes(OutputRole.STATE).values() for key in storages_of(v)}
+    constants = graph.input_nodes(InputRole.CONSTANT).values()
+    seeds = [n for n in constants if n.users and all(created.issuperset(storages_of(user)) for user in n.users)]
+    return sum({key: size for node in seeds for key, size in storage_sizes(node).items()}.values())
+
+
+def without_seeds(resident: Mapping[str, int], seeds: int) -> dict[str, int]:
+    """Bytes of a step's inputs by category, as in every later step."""
+    later = {**resident, BUFFERS: resident.get(BUFFERS, 0) - seeds}
+    return {category: size for category, size in later.items() if size}
 
 
 def unread_bytes(graph: StepGraph) -> Counter[str]:

@@ -30,7 +30,7 @@ from ..graph import (
     storages_of,
     written_before_update,
 )
-from .memory import CATEGORIES, STATE, category_of, gradient_storages, resident_bytes
+from .memory import CATEGORIES, STATE, category_of, gradient_storages, resident_bytes, seed_bytes, without_seeds
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def outline_of(
         counts[node.meta["phase"]] += 1
     operators = [replace(op, seconds=op.seconds + sum(naming[s] for s in op.makes)) for op in operators]
     created = {key for v in graph.output_nodes(OutputRole.STATE).values() for key in storages_of(v)}
-    given = Counter(resident_bytes(graph))
+    given = Counter(without_seeds(resident_bytes(graph), seed_bytes(graph)))
     for key in created & numbers.keys():
         given[STATE] += sizes[numbers[key]]
         sizes[numbers[key]] = 0

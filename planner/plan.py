@@ -140,7 +140,7 @@ class Plan:
         """Writes it to a file."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(self.to_json())
+        file.write_text(self.to_json(), encoding="utf-8")
         return file
 
     def check(self, fingerprint: Mapping[str, str], name: str = "the plan") -> None:
@@ -169,8 +169,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         ConfigError: there is no such file, or it holds something else, such as fields that this version does not know.
     """
     try:
-        text = Path(path).read_text()
-    except OSError as error:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the plan {os.fspath(path)!r} cannot be read: {error}") from error
     try:
         return parse_plan(text)
@@ -193,12 +193,14 @@ def parse_plan(text: str) -> Plan:
 
 
 def _read(kind: Any, values: Any) -> Any:
-    """A dataclass from JSON, with every field known and of its type."""
+    """A dataclass from JSON, with every field there, known and of its type."""
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} is {type(values).__name__}, not an object")
     known = {f.name for f in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"{kind.__name__} has unknown fields: {', '.join(unknown)}")
+    if missing := sorted(known - values.keys()):
+        raise ValueError(f"{kind.__name__} lacks fields: {', '.join(missing)}")
     readers = _READERS[kind]
     return kind(**{name: readers[name](value) for name, value in values.items()})
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..device import allocation_peak, autocast_off
+from ..device import allocation_peak, autocast_off, same_random_numbers
 from ..graph import (
     CAPTURED_PHASES,
     Rehearses,
@@ -64,8 +64,8 @@ class Workspaces:
 def measured_workspaces(graph: StepGraph) -> Workspaces:
     """What the calls of a step need while they run.
 
-    Operators not measured before in this process run, on memory of their own. What draws random numbers, depends on data or is
-    no torch operator is not measured. Of what follows backward, neither is what works element by
+    Operators not measured before in this process run, on memory of their own. What depends on data or is no torch operator
+    is not measured. Of what follows backward, neither is what works element by
     element nor what takes lists of tensors, all of the model's at once.
     """
     found: dict[fx.Node, int] = {}
@@ -112,8 +112,7 @@ def _is_measurable(node: fx.Node) -> bool:
         return False
     effects = effects_of(node)
     if (
-        effects.random
-        or effects.opaque
+        effects.opaque
         or effects.collective
         or effects.control
         or family_of(node.target) in _UNKNOWN
@@ -150,7 +149,8 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Any:
     target: Any = KERNELS.get(node.target, node.target)
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     mode: Any = grad_mode_below_autograd() if node.meta["grad_mode"] else contextlib.nullcontext()
-    with torch.no_grad(), autocast_off(), mode:
+    devices = {t.device for t in values.values()} if effects_of(node).random else set()
+    with torch.no_grad(), autocast_off(), mode, same_random_numbers(devices):
         return target(*args, **kwargs)
 
 
@@ -163,8 +163,10 @@ def _trials(node: fx.Node) -> Iterator[dict[fx.Node, Tensor]]:
     yield _filled(node, 0)
     if any(_is_discrete(operand.meta["val"]) for operand in node.all_input_nodes):
         yield _filled(node, 1)
-    if family_of(node.target).startswith("linalg_"):
-        yield _filled(node, 1, numbers=1)  # a matrix exponential has more terms for larger norms
+    if family_of(node.target).startswith("linalg_") or effects_of(node).random:
+        yield _filled(
+            node, 1, numbers=1
+        )  # a matrix exponential has more terms for larger norms; chances must not all be 0
     ends = argument(node, "offs")  # where each group of a grouped product ends
     if isinstance(ends, fx.Node):
         values = _filled(node, 0)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..device import memory_bytes, stands_for
-from ..errors import ConfigError, NotYetError, PlanError
-from ..graph import StepGraph, rehearsal_of, storage_sizes
+from ..errors import ConfigError, NotYetError, PlanError, some_of
+from ..graph import StepGraph, name_of, rehearsal_of, storage_sizes, tensors_in
 from ..passes import CompactMasks, PassRecord, Recompute, run_passes
 from ..planner import (
     SPECS,
@@ -30,6 +30,7 @@ from ..planner import (
     simulate,
     spec_from_json,
 )
+from ..torch_compat import has_symbolic_shape
 from .calibrated import spec_of
 
 MARGIN = 0.1  # of the device's memory, left to what is not counted: the allocator's own, the process, other programs
@@ -117,11 +118,15 @@ class Planning:
             workspace_bytes=workspaces,
             optimizer=type(optimizer).__name__,
         )
-        if not workspaces.refused:
-            return plan
-        operators = ", ".join(workspaces.refused)
-        note = f"memory that {operators} may take while running is not counted: it could not be tried"
-        return replace(plan, notes=(*plan.notes, note))
+        notes = []
+        if workspaces.refused:
+            operators = ", ".join(workspaces.refused)
+            notes.append(f"memory that {operators} may take while running is not counted: it could not be tried")
+        if unsized := _unsized(graph):
+            notes.append(
+                f"results whose size depends on data count as nothing, so the peak is above this: {some_of(unsized)}"
+            )
+        return replace(plan, notes=(*plan.notes, *notes))
 
     def _spec(self, device: torch.device) -> HardwareSpec:
         return self.hardware or spec_of(stands_for(device))
@@ -174,6 +179,11 @@ class Planning:
             return plan
         note = f"made where the peak was {told.peak_bytes:,} bytes" if told is not None else "made without a prediction"
         return replace(plan, prediction=found, hardware=self._spec(device).name, notes=(*plan.notes, note))
+
+
+def _unsized(graph: StepGraph) -> list[str]:
+    """Names of calls whose results have sizes that depend on data."""
+    return [name_of(n) for n in graph.calls if any(has_symbolic_shape(t) for t in tensors_in(n.meta["val"]))]
 
 
 def _seconds(plan: Plan) -> float:

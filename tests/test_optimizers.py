@@ -253,6 +253,26 @@ def test_what_a_graph_cannot_carry_makes_the_update_opaque(misbehave: Callable[[
     assert pair.step.captures == 1
 
 
+class SparingVectors(torch.optim.SGD):
+    """Leaves parameters alone that have a gradient, which counts in the norm nevertheless."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.ndim > 1:
+                    param.sub_(param.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_that_leaves_parameters_alone() -> None:
+    pair = SideBySide(
+        lambda: fixtures.mlp().model, fixtures.squared_error, lambda m: SparingVectors(m.parameters(), lr=0.1)
+    )
+    pair.run(fixtures.mlp().batch, steps=3)
+    assert is_opaque(pair.step)
+    assert "does not read the gradient of" in pair.step.report()
+
+
 def test_a_step_that_fails_is_refused_and_changes_nothing() -> None:
     def fails(optimizer: Custom, param: Tensor) -> None:
         raise RuntimeError("out of ideas")

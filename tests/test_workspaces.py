@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import stepgraph as sg
 
-from . import fixtures
+from . import fixtures, oracle
 from .peaks import peak_of_step
 
 
@@ -71,6 +71,20 @@ class Folded(nn.Module):
         return x.sin().exp()
 
 
+class Drawing(nn.Module):
+    """Kernels that draw, some of them in memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.dropout(self.layer(x), 0.3)
+        y = nn.functional.gumbel_softmax(nn.functional.rrelu(y + torch.randn_like(y), training=True))
+        picked = torch.multinomial(y.detach(), 3)
+        return y[torch.randperm(len(y))].gather(-1, picked) * torch.bernoulli(y.detach()).sum()
+
+
 def _ids() -> Tensor:
     return torch.randint(0, 50, (2048, 3), generator=torch.Generator().manual_seed(0))
 
@@ -80,6 +94,7 @@ CASES: dict[str, tuple[type[nn.Module], Any]] = {
     "mask": (PutWhere, torch.randn(64, 256, generator=torch.Generator().manual_seed(0))),
     "exponential": (Exponential, torch.ones(48, 8)),
     "folded": (Folded, torch.randn(2, 2, 16, 16, generator=torch.Generator().manual_seed(0))),
+    "draws": (Drawing, torch.ones(64, 16)),
     "decomposition": (Decomposed, torch.ones(96, 96)),
 }
 
@@ -144,3 +159,56 @@ def test_what_is_held_and_not_read_counts(optimizer: type[torch.optim.Optimizer]
             peaks[aside] == pytest.approx(found.peak_bytes, rel=1e-3) == pytest.approx(found.predicted_bytes, rel=1e-3)
         )
     assert peaks[False] > 4 * (1000 + 5000 + 3 * (16 * 16 + 16) + 3 * (16 * 64 + 64))
+
+
+class OfSizesOfData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y[y > 0].sin() * 2.0
+
+
+@pytest.mark.parametrize("budget", [None, "1GB"])
+def test_sizes_that_depend_on_data_are_told(budget: str | None) -> None:
+    """The step runs with eager's bits; such results can only be left out of the peak."""
+    batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    eager_model, model = oracle.twin(OfSizesOfData)
+    optimizer = torch.optim.SGD(eager_model.parameters(), lr=0.1)
+    eager = oracle.eager_steps(eager_model, optimizer, fixtures.mean_square, batches, checkpoints=(1, 3))
+    step = sg.compile_train_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), memory_budget=budget, loss_fn=fixtures.mean_square
+    )
+    oracle.assert_bitwise(eager, oracle.graph_steps(step, model, step.optimizer, batches, checkpoints=(1, 3)))
+    (note,) = step.plan.notes
+    assert "depends on data" in note
+    assert "index" in note
+
+
+class BetweenTransposes(nn.Module):
+    """BatchNorm's kernel on the CPU makes its result contiguous, whatever its input is, and its fake kernel does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(48, 48), nn.BatchNorm1d(48), nn.Linear(48, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.norm(self.before(x).transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_batch_norm_of_what_is_not_contiguous(precision: str) -> None:
+    batches = [torch.randn(4, 16, 48, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    eager_model, model = oracle.twin(BetweenTransposes)
+    optimizer = torch.optim.SGD(eager_model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            return fixtures.mean_square(model, batch)
+
+    eager = oracle.eager_steps(eager_model, optimizer, loss, batches, checkpoints=(1, 3))
+    step = sg.compile_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), "none", loss_fn=loss)
+    oracle.assert_bitwise(eager, oracle.graph_steps(step, model, step.optimizer, batches, checkpoints=(1, 3)))
+    assert peak_of_step(step, batches[0])[1] == pytest.approx(step.plan.prediction.peak_bytes, rel=1e-3)
