@@ -30,8 +30,9 @@ from ..torch_compat import (
 
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
-_BATCH_NORMS = frozenset(
+_NORMS = frozenset(
     {
+        torch.ops.aten.native_group_norm.default,
         torch.ops.aten.native_batch_norm.default,
         torch.ops.aten._native_batch_norm_legit.default,
         torch.ops.aten.native_batch_norm_backward.default,
@@ -43,11 +44,11 @@ def _is_misjudged(func: Any, operands: list[FakeTensor]) -> bool:
     """Whether the fake kernel is known to be wrong; seen in torch 2.13.
 
     That of oneDNN's LSTM does not know how much is packed for its backward; that of its backward returns one tensor twice, at
-    least at its first call in a process, where the kernel returns two; that of BatchNorm on the CPU has its statistics in the
-    dtype of the input, also where the kernel has them in the wider one of the weights, and lays its result out as its input,
-    where the kernel makes it contiguous.
+    least at its first call in a process, where the kernel returns two; those of BatchNorm and GroupNorm on the CPU have their
+    statistics in the dtype of the input, also where the kernel has them in the wider one of the weights, and that of BatchNorm
+    lays its result out as its input, where the kernel makes it contiguous.
     """
-    if func in _BATCH_NORMS:
+    if func in _NORMS:
         is_plain = len({t.dtype for t in operands}) == 1 and all(t.is_contiguous() for t in operands)
         return operands[0].fake_device.type == "cpu" and not is_plain
     return func in (_LSTM, _LSTM_BACKWARD)

@@ -138,10 +138,11 @@ def _measured_on(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> int | None:
     device = next((t.device for t in values.values()), None)
     if device is None:
         return 0
-    try:
-        _, peak_bytes = allocation_peak(lambda: _run(node, values), device)
-    except Exception:
-        return None
+    with same_random_numbers({device} if effects_of(node).random else set()):
+        try:
+            _, peak_bytes = allocation_peak(lambda: _run(node, values), device)
+        except Exception:
+            return None
     return max(peak_bytes - made, 0)
 
 
@@ -149,8 +150,7 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Any:
     target: Any = KERNELS.get(node.target, node.target)
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     mode: Any = grad_mode_below_autograd() if node.meta["grad_mode"] else contextlib.nullcontext()
-    devices = {t.device for t in values.values()} if effects_of(node).random else set()
-    with torch.no_grad(), autocast_off(), mode, same_random_numbers(devices):
+    with torch.no_grad(), autocast_off(), mode:
         return target(*args, **kwargs)
 
 

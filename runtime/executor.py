@@ -132,7 +132,8 @@ def first_run_error(error: Exception) -> CaptureError:
         module_path=node.meta["key"].module if node is not None else None,
         source_line=node.meta.get("source") if node is not None else None,
         remedy="check that the same batch works in eager: dtypes (a float64 batch for a float32 model?) and index ranges show "
-        "only with real values; the original error is chained below",
+        "only with real values. Where it does work, an operator before this one lays its result out otherwise than torch's "
+        "fake tensors say, and .contiguous() on what it reads helps. The original error is chained below",
     )
 
 

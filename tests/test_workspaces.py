@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -185,6 +186,26 @@ def test_sizes_that_depend_on_data_are_told(budget: str | None) -> None:
     (note,) = step.plan.notes
     assert "depends on data" in note
     assert "index" in note
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm1d(8), lambda: nn.GroupNorm(2, 8)])
+def test_statistics_of_norms_under_autocast_are_as_wide_as_the_weights(norm: Callable[[], nn.Module]) -> None:
+    """A budget of the least is kept to the byte; fake kernels have them in 16 bit."""
+    batch = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+
+    def build(budget: int) -> sg.TrainStep:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), norm(), nn.ReLU()) for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return sg.compile_train_step(
+            model, optimizer, memory_budget=budget, loss_fn=fixtures.mean_square, precision="bf16"
+        )
+
+    with pytest.raises(sg.PlanError) as error:
+        build(1).prepare(batch)
+    step = build(error.value.least_bytes)
+    assert max(peak_of_step(step, batch)[1] for _ in range(3)) == error.value.least_bytes
+    assert not step.plan.notes
 
 
 class BetweenTransposes(nn.Module):
