@@ -134,7 +134,10 @@ class FakeResults:
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.fake_device).zero_()
 
         with dispatch_modes_disabled(), grad_mode_below_autograd() if torch.is_grad_enabled() else torch.no_grad():
-            real = func(*map(zeros, args), **{name: zeros(value) for name, value in kwargs.items()})
+            try:
+                real = func(*map(zeros, args), **{name: zeros(value) for name, value in kwargs.items()})
+            except Exception:
+                return out  # the first run fails the same way, and says where
         pairs = zip(real, out, strict=True)
         return type(out)(
             [fake if kept is None or fake is None else fake_on(self._mode, kept, fake.device) for kept, fake in pairs]
