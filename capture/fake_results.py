@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..device import stands_for
+from ..graph import filled_like
 from ..torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -128,10 +129,8 @@ class FakeResults:
         if func is _LSTM_BACKWARD:  # ends the process on zeros
             return type(out)([fake_on(self._mode, fake, fake.device) for fake in out])
 
-        def zeros(fake: Any) -> Any:
-            if not isinstance(fake, FakeTensor):
-                return fake
-            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.fake_device).zero_()
+        def zeros(value: Any) -> Any:
+            return filled_like(value, 0) if isinstance(value, FakeTensor) else value
 
         with dispatch_modes_disabled(), grad_mode_below_autograd() if torch.is_grad_enabled() else torch.no_grad():
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,17 +41,16 @@ class OpaqueStep:
         self._optimizer = optimizer
         self._params, self._grads = params, grads
         self._swapped = swapped
-        self._rehearsal: Rehearsal | None = None
-        self._is_rehearsed = False
 
     def rehearsal(self) -> Rehearsal | None:
         """What a step does, found out once, on a copy without memory; None where that fails."""
-        if not self._is_rehearsed:
-            self._rehearsal = rehearsed(self._optimizer, self._params, self._grads)
-            self._is_rehearsed = True
-        if self._rehearsal is not None and has_step_hooks(self._optimizer):
-            return replace(self._rehearsal, left_out=f"the hooks of {self.__name__}")
-        return self._rehearsal
+        if self._rehearsed is not None and has_step_hooks(self._optimizer):
+            return replace(self._rehearsed, left_out=f"the hooks of {self.__name__}")
+        return self._rehearsed
+
+    @functools.cached_property
+    def _rehearsed(self) -> Rehearsal | None:
+        return rehearsed(self._optimizer, self._params, self._grads)
 
     def held_bytes(self) -> int:
         """Bytes of the optimizer's state."""

@@ -136,7 +136,8 @@ class _Watch(TorchDispatchMode):
         is_fake = any(isinstance(t, FakeTensor) for t in operands)
         if func is torch.ops.aten._local_scalar_dense.default and is_fake:
             return torch.ones((), dtype=args[0].dtype).item()
-        result = self._result(func, args, kwargs, is_fake or not operands)
+        with self._fakes if is_fake or not operands else contextlib.nullcontext():
+            result = func(*args, **kwargs)
         if not operands and isinstance(result, Tensor) and result.numel() == 1:
             result = func(*args, **kwargs)
         for tensor in tensors_in(result):
@@ -146,10 +147,6 @@ class _Watch(TorchDispatchMode):
         if self.is_recording and operands and (result is None or tensors_in(result)):
             self._note(func, args, kwargs, operands)
         return result
-
-    def _result(self, func: Any, args: Any, kwargs: Any, is_fake: bool) -> Any:
-        with self._fakes if is_fake else contextlib.nullcontext():
-            return func(*args, **kwargs)
 
     def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -42,6 +42,7 @@ from .step_graph import family_of as family_of
 from .step_graph import name_of as name_of
 from .storage import StorageMap as StorageMap
 from .storage import allocated_by as allocated_by
+from .storage import filled_like as filled_like
 from .storage import is_dense as is_dense
 from .storage import is_view as is_view
 from .storage import layout_of as layout_of

@@ -70,6 +70,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def filled_like(fake: torch.Tensor, value: float) -> torch.Tensor:
+    """A real tensor of this value, on the device of ``fake`` and laid out like it."""
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).fill_(value)
+
+
 def storage_sizes(node: fx.Node) -> dict[int, int]:
     """Bytes of each storage behind the node's value, by key; 0 where a size is symbolic."""
     sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(node.meta.get("val"))}

@@ -48,7 +48,7 @@ ROW_OPERATORS = frozenset(
 PRODUCTS = {"mm": "mm", "addmm": "mm", "bmm": "bmm", "baddbmm": "bmm"}
 _PERMUTED = " permuted"
 PATCHES = " of patches"  # convolutions whose windows do not overlap
-_LIST_OPERATORS = ("_foreach", "_fused", "fused")
+LIST_OPERATORS = ("_foreach", "_fused", "fused")
 MATRICES = 16  # products in the batch that the table of "bmm" is of
 TENSORS = 16  # in the lists that the tables of list operators are of
 ELEMENTWISE, COPY, LISTS = "mul", "clone", "_foreach_add"  # tables for what has none of its own
@@ -125,7 +125,7 @@ def _stand_ins(node: fx.Node, name: str, dtype: str) -> list[str]:
     if name in ("mm", "bmm") or flops_of(node):
         return []
     kind = ELEMENTWISE if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags else COPY
-    if name.startswith(_LIST_OPERATORS):
+    if name.startswith(LIST_OPERATORS):
         return [f"{LISTS}:f32"]
     if name.endswith(_PERMUTED):
         return [f"copy{_PERMUTED}:{dtype}", f"copy{_PERMUTED}:f32"]
@@ -224,7 +224,7 @@ def _order_of(tensor: Tensor) -> list[int]:
 
 
 def _longest_list(node: fx.Node) -> int:
-    if not _name_of(node).startswith(_LIST_OPERATORS):
+    if not _name_of(node).startswith(LIST_OPERATORS):
         return 0
     lists = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple))]
     return max((len(a) for a in lists if any(isinstance(x, fx.Node) for x in a)), default=0)

@@ -25,6 +25,7 @@ from ..graph import (
     argument,
     effects_of,
     family_of,
+    filled_like,
     is_view,
     likeness_of,
     name_of,
@@ -35,12 +36,12 @@ from ..graph import (
 )
 from ..graph.ops import KERNELS
 from ..torch_compat import grad_mode_below_autograd, has_symbolic_shape
+from .cost import LIST_OPERATORS
 
 # They take what their forward packed into a buffer, and read past its end where that holds something else.
 _PACKED_BY = {"mkldnn_rnn_layer_backward": "mkldnn_rnn_layer"}
-_UNKNOWN = frozenset(
-    {"_cudnn_rnn", "miopen_rnn", "_cudnn_rnn_backward", "miopen_rnn_backward"}
-)  # buffers of unknown size
+# They pack into buffers of unknown size, or read such.
+_UNKNOWN = frozenset({"_cudnn_rnn", "miopen_rnn", "_cudnn_rnn_backward", "miopen_rnn_backward"})
 
 _MEASURED: dict[Hashable, int | None] = {}
 
@@ -64,9 +65,9 @@ class Workspaces:
 def measured_workspaces(graph: StepGraph) -> Workspaces:
     """What the calls of a step need while they run.
 
-    Operators not measured before in this process run, on memory of their own. What depends on data or is no torch operator
-    is not measured. Of what follows backward, neither is what works element by
-    element nor what takes lists of tensors, all of the model's at once.
+    Operators not measured before in this process run, on memory of their own. What depends on data or is no torch operator is
+    not measured. Of what follows backward, neither is what works element by element nor what takes lists of tensors, all of the
+    model's at once.
     """
     found: dict[fx.Node, int] = {}
     refused: dict[str, None] = {}
@@ -107,7 +108,7 @@ def _is_measurable(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
         return False
     if node.meta["phase"] not in CAPTURED_PHASES and (
-        torch.Tag.pointwise in node.target.tags or family_of(node.target).startswith(("_foreach", "_fused"))
+        torch.Tag.pointwise in node.target.tags or family_of(node.target).startswith(LIST_OPERATORS)
     ):
         return False
     effects = effects_of(node)
@@ -164,9 +165,8 @@ def _trials(node: fx.Node) -> Iterator[dict[fx.Node, Tensor]]:
     if any(_is_discrete(operand.meta["val"]) for operand in node.all_input_nodes):
         yield _filled(node, 1)
     if family_of(node.target).startswith("linalg_") or effects_of(node).random:
-        yield _filled(
-            node, 1, numbers=1
-        )  # a matrix exponential has more terms for larger norms; chances must not all be 0
+        # a matrix exponential has more terms for larger norms, and chances must not all be 0
+        yield _filled(node, 1, numbers=1)
     ends = argument(node, "offs")  # where each group of a grouped product ends
     if isinstance(ends, fx.Node):
         values = _filled(node, 0)
@@ -198,11 +198,8 @@ def _packed(node: fx.Node, packer: str) -> dict[fx.Node, Tensor]:
 def _filled(node: fx.Node, count: int, numbers: int = 0) -> dict[fx.Node, Tensor]:
     """``count`` wherever whole numbers or truth values are taken, ``numbers`` elsewhere."""
 
-    def made(fake: Tensor) -> Tensor:
-        memory = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-        return memory.fill_(count if _is_discrete(fake) else numbers)
-
-    return {operand: made(operand.meta["val"]) for operand in node.all_input_nodes}
+    fakes = {operand: operand.meta["val"] for operand in node.all_input_nodes}
+    return {n: filled_like(fake, count if _is_discrete(fake) else numbers) for n, fake in fakes.items()}
 
 
 def _is_discrete(tensor: Tensor) -> bool:

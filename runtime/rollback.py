@@ -52,9 +52,8 @@ def restored_on_error(written: list[Tensor], devices: set[torch.device], room_by
         written: what may be written in place; its storages are copied.
         room_bytes: for the copies; where they need more, there are none, and an error says so.
     """
-    states = {
-        device: bytes(state.numpy()) for device, state in rng_state(devices).items()
-    }  # not among the step's tensors
+    # as bytes, so as not to be among the tensors that a budget counts
+    states = {device: bytes(state.numpy()) for device, state in rng_state(devices).items()}
     fits = sum({storage_key(t): t.untyped_storage().nbytes() for t in written}.values()) <= room_bytes
     copies = _copied_storages(written) if fits else []
     try:

@@ -32,7 +32,7 @@ class Counting(torch.optim.Optimizer):
         self.average: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.steps += 1
         for group in self.param_groups:
             for index, param in enumerate(group["params"]):

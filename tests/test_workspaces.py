@@ -145,10 +145,10 @@ class Unread(nn.Module):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RAdam])
-def test_what_is_held_and_not_read_counts(optimizer: type[torch.optim.Optimizer]) -> None:
+def test_what_is_held_and_not_read_counts(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Buffers, attributes, and the state of parameters that another step trained."""
     model, batch = Unread(), torch.ones(4, 16)
-    step = sg.compile_train_step(model, optimizer(model.parameters()), "none", loss_fn=fixtures.mean_square)  # type: ignore[call-arg]
+    step = sg.compile_train_step(model, optimizer(model.parameters()), "none", loss_fn=fixtures.mean_square)
     peaks = {}
     for aside in (True, False):
         model.aside = aside
